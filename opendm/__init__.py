@@ -1,0 +1,1 @@
+"""OpenDM: train, evaluate and run DM0.5 vision-language-action policies."""

@@ -1,0 +1,1 @@
+"""Names and numbers shared by every layer above."""

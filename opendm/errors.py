@@ -1,0 +1,29 @@
+"""The errors that a person can cause, and the exit code that each one ends a command with."""
+
+
+class OpenDMError(Exception):
+    """Base of every error that is reported as one line, without a traceback."""
+
+    exit_code: int = 1
+
+
+class ConfigError(OpenDMError):
+    """A flag, a path or a combination of settings is wrong."""
+
+    exit_code = 2
+
+
+class CheckpointError(ConfigError):
+    """A checkpoint folder is missing, incomplete or does not fit the model."""
+
+
+class DataError(OpenDMError):
+    """A dataset, an episode, a frame, an image or a statistics file is wrong."""
+
+    exit_code = 3
+
+
+class EngineError(OpenDMError):
+    """The run did not get the distributed engine that it asked for."""
+
+    exit_code = 4

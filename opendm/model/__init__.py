@@ -1,0 +1,1 @@
+"""Models. Importing this package imports no framework."""

@@ -1,0 +1,86 @@
+"""Facts about this process: its rank, its environment, how it logs. Nothing else reads them."""
+
+import logging
+import os
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from opendm.errors import ConfigError
+
+VALIDATE_ONLY_VARIABLE = "OPENDM_VALIDATE_ONLY"
+DATA_PATH_VARIABLE = "OPENDM_DATA_PATH"
+WANDB_PROJECT_VARIABLE = "WANDB_PROJECT"
+WANDB_DISABLED_VARIABLE = "WANDB_DISABLED"
+
+
+@dataclass(frozen=True, slots=True)
+class Runtime:
+    """The place of this process in the job."""
+
+    rank: int = 0
+    local_rank: int = 0
+    world_size: int = 1
+
+    @classmethod
+    def from_env(cls, env: Mapping[str, str] | None = None) -> "Runtime":
+        """Read torchrun's variables; a plain ``python`` is a world of one."""
+        env = os.environ if env is None else env
+        return cls(
+            rank=_integer(env, "RANK", 0),
+            local_rank=_integer(env, "LOCAL_RANK", 0),
+            world_size=_integer(env, "WORLD_SIZE", 1),
+        )
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this process writes what a job writes once."""
+        return self.rank == 0
+
+
+def environment() -> Mapping[str, str]:
+    """The environment of this process."""
+    return os.environ
+
+
+def data_paths() -> list[str]:
+    """Folders of dataset registrations outside the package (``OPENDM_DATA_PATH``)."""
+    return [path for path in os.environ.get(DATA_PATH_VARIABLE, "").split(os.pathsep) if path]
+
+
+def validate_only() -> bool:
+    """Whether an experiment shall check its configuration and stop (the launcher asks for it)."""
+    return os.environ.get(VALIDATE_ONLY_VARIABLE, "") not in ("", "0")
+
+
+def enable_wandb(project: str) -> None:
+    """Name the project that Hugging Face's wandb callback reports to."""
+    os.environ[WANDB_PROJECT_VARIABLE] = project
+    if os.environ.get(WANDB_DISABLED_VARIABLE, "").lower() in ("1", "true", "yes", "on"):
+        os.environ[WANDB_DISABLED_VARIABLE] = "false"
+
+
+def configure_logging(level: str, runtime: Runtime) -> None:
+    """Log to standard output at ``level``; ranks other than 0 report warnings and worse only."""
+    names = logging.getLevelNamesMapping()
+    if level.upper() not in names:
+        raise ConfigError(f"--logger-level {level!r} is unknown; allowed: {', '.join(names)}")
+    prefix = "" if runtime.world_size == 1 else f"[rank {runtime.rank}] "
+    logging.basicConfig(
+        level=names[level.upper()] if runtime.is_main else logging.WARNING,
+        format=f"%(asctime)s {prefix}%(levelname)s %(message)s",
+        datefmt="%H:%M:%S",
+        stream=sys.stdout,
+        force=True,
+    )
+    for name in ("httpx", "urllib3", "PIL"):
+        logging.getLogger(name).setLevel(logging.WARNING)
+
+
+def _integer(env: Mapping[str, str], name: str, default: int) -> int:
+    text = env.get(name, "")
+    if not text:
+        return default
+    if not text.isdecimal():
+        raise ConfigError(f"environment variable {name}={text!r} is not a number; unset it")
+    return int(text)
