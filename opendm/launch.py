@@ -1,11 +1,10 @@
 """Start the ranks of one node; end with the exit code and the reason of the first that failed.
 
 They run under torch's elastic agent, as with ``torchrun``, but without its traceback and with time
-to save after a signal. torch is imported late: an experiment records failures without it.
+to save after a signal.
 """
 
 import argparse
-import json
 import logging
 import math
 import os
@@ -28,23 +27,6 @@ DEFAULT_MASTER_PORT = 29500
 RENDEZVOUS_TIMEOUT_S = 600
 NO_REASON = "it recorded no reason; see its output"
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
-
-
-def record_failure(message: str, exit_code: int, environ: Mapping[str, str]) -> None:
-    """Tell the launcher why this rank is about to exit; without a launcher, do nothing.
-
-    The layout is the one that torch's ``ProcessFailure`` reads; ``time_s`` is our addition.
-    """
-    path = environ.get("TORCHELASTIC_ERROR_FILE", "")
-    if not path:
-        return
-    now_s = time.time()
-    details = {"timestamp": str(int(now_s)), "time_s": now_s}
-    failure = {"message": {"message": message, "errorCode": exit_code, "extraInfo": details}}
-    partial = Path(f"{path}.{os.getpid()}.partial")
-    with suppress(OSError):  # a full disk must not replace the failure that is being reported
-        partial.write_text(json.dumps(failure), encoding="utf-8")
-        partial.replace(path)
 
 
 class RankEnd(NamedTuple):

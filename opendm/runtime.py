@@ -84,3 +84,9 @@ def _integer(env: Mapping[str, str], name: str, default: int) -> int:
     if not text.isdecimal():
         raise ConfigError(f"environment variable {name}={text!r} is not a number; unset it")
     return int(text)
+
+
+def flag_was_given(flag: str) -> bool:
+    """Whether the command line of this process names ``flag`` (dashes and underscores alike)."""
+    wanted = flag.replace("_", "-")
+    return any(word.split("=")[0].replace("_", "-") == wanted for word in sys.argv[1:])

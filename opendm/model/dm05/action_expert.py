@@ -61,9 +61,7 @@ class ActionExpertLayer(modeling_gemma3.Gemma3DecoderLayer):
         mixed = ATTENTION[backend](query, key, value, mask, attention.scaling)
         mixed = attention.o_proj(mixed.transpose(1, 2).flatten(2))
         hidden = hidden + self.post_attention_layernorm(mixed) * gate
-        normed, gate = adaptive_rms_norm(
-            hidden, modulations[1], self.pre_feedforward_layernorm.eps
-        )
+        normed, gate = adaptive_rms_norm(hidden, modulations[1], self.pre_feedforward_layernorm.eps)
         return hidden + self.post_feedforward_layernorm(self.mlp(normed)) * gate
 
 

@@ -51,7 +51,7 @@ def weight_files(folder: Path) -> list[Path]:
     """The safetensors files of a checkpoint folder.
 
     Raises:
-        CheckpointError: the folder or its weights are missing.
+        CheckpointError: the folder or its weights are missing, or the index cannot be read.
     """
     if not folder.is_dir():
         raise CheckpointError(
@@ -59,7 +59,12 @@ def weight_files(folder: Path) -> list[Path]:
             f"{WEIGHTS} in --model-config.model-name-or-path"
         )
     if (folder / INDEX).is_file():
-        shards = json.loads((folder / INDEX).read_text())["weight_map"].values()
+        try:
+            shards = json.loads((folder / INDEX).read_text())["weight_map"].values()
+        except (json.JSONDecodeError, KeyError) as error:
+            raise CheckpointError(
+                f"{folder / INDEX} has no readable weight_map: {error}"
+            ) from error
         files = [folder / name for name in sorted(set(shards))]
     else:
         files = [folder / WEIGHTS]
@@ -122,11 +127,14 @@ def load(
             "%s holds an lm_head that differs from the token embedding; each keeps its own values",
             folder,
         )
-    if config.use_lm_head:
-        tensors.setdefault(LM_HEAD, tensors[EMBEDDING].clone())
-    elif head is not None:
+    expected = model.state_dict()
+    if head is not None:
+        expected.setdefault(LM_HEAD, expected[EMBEDDING])  # a head that nothing uses must fit too
+    elif config.use_lm_head and EMBEDDING in tensors:
+        tensors[LM_HEAD] = tensors[EMBEDDING].clone()
+    _check_fit(expected, tensors, folder)
+    if head is not None and not config.use_lm_head:
         model.carried_tensors[LM_HEAD] = tensors.pop(LM_HEAD)
-    _check_fit(model.state_dict(), tensors, folder)
     model.load_state_dict(tensors, assign=True, strict=True)
     return model.eval()
 

@@ -46,7 +46,9 @@ class DM05Config(DMBaseConfig):
         **kwargs: Any,
     ) -> None:
         self.vlm_config = (
-            Gemma3Config(**vlm_config) if isinstance(vlm_config, dict) else vlm_config or Gemma3Config()
+            Gemma3Config(**vlm_config)
+            if isinstance(vlm_config, dict)
+            else vlm_config or Gemma3Config()
         )
         self.action_config = (
             Gemma3TextConfig(**action_config)
@@ -80,7 +82,8 @@ def validate_action_config_compatible(
     ]
     if differing:
         raise CheckpointError(
-            "the action expert does not fit the text model; give both the same " + "; ".join(differing)
+            "the action expert does not fit the text model; give both the same "
+            + "; ".join(differing)
         )
 
 

@@ -235,7 +235,7 @@ class DM05ForConditionalGeneration(DMPreTrainedModel, GenerationMixin):
         x_t = noisy_actions(action, noise, time)
         if action_mask is not None:
             action_mask = action_mask.bool().expand_as(action)
-            x_t = x_t * real_dimensions(action_mask)
+            x_t = torch.where(real_dimensions(action_mask), x_t, 0.0)
         velocity = self.model.velocity(x_t, time, prefix)
         target = velocity_target(action, noise)
         per_sample = masked_flow_matching_loss(velocity, target, action_mask)

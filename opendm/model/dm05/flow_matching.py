@@ -35,7 +35,8 @@ def draw_noise_and_time(
 ) -> tuple[Actions, Time]:
     """Noise ``[B, T, A]`` and times ``[B]``, each sample's from its own seed, on the CPU.
 
-    A sample's draw depends on nothing but its seed: neither rank, nor batch, nor device.
+    A sample's draw depends on nothing but its seed: neither rank, nor batch, nor device. Torch's
+    CPU generator reads the low 32 bits of a seed, so these must differ between samples.
     """
     noises, uniforms = [], []
     for seed in sample_seed.tolist():
@@ -82,11 +83,12 @@ def masked_flow_matching_loss(
 
     A sample without any valid element has loss 0 and gradient 0.
     """
-    error = (prediction.float() - target.float()) ** 2
+    difference = prediction.float() - target.float()
     if mask is None:
-        return error.mean(dim=(1, 2))
-    valid = mask.bool().expand_as(error)
-    error = torch.where(valid, error, 0.0)
+        return difference.square().mean(dim=(1, 2))
+    valid = mask.expand_as(difference)
+    # Before squaring: the square of an infinite difference has the gradient 0 * inf.
+    error = torch.where(valid, difference, 0.0).square()
     return error.sum(dim=(1, 2)) / valid.sum(dim=(1, 2)).clamp(min=1)
 
 

@@ -11,7 +11,15 @@ from pathlib import Path
 from typing import Any, Final
 
 import torch
-from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
+from tokenizers import (
+    Tokenizer,
+    decoders,
+    models,
+    normalizers,
+    pre_tokenizers,
+    processors,
+    trainers,
+)
 from torch import nn
 from transformers import Gemma3ImageProcessor, Gemma3Processor, PreTrainedTokenizerFast
 
@@ -58,10 +66,12 @@ def train_tokenizer(texts: Iterable[str]) -> PreTrainedTokenizerFast:
     """A byte-fallback BPE tokenizer in Gemma's manner, trained on ``texts``."""
     tokenizer = Tokenizer(models.BPE(byte_fallback=True, unk_token="<unk>", fuse_unk=True))
     tokenizer.normalizer = normalizers.Replace(" ", "▁")
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([
-        pre_tokenizers.Split("▁", "merged_with_next"),
-        pre_tokenizers.Digits(individual_digits=True),
-    ])
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split("▁", "merged_with_next"),
+            pre_tokenizers.Digits(individual_digits=True),
+        ]
+    )
     tokenizer.decoder = decoders.Sequence([
         decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(),
     ])  # fmt: skip

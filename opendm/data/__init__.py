@@ -1,0 +1,1 @@
+"""Episodes, transforms, statistics and batches. Importing this package imports no framework."""

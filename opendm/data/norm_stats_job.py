@@ -1,0 +1,90 @@
+"""The statistics of a dataset, and the name of the file that keeps them."""
+
+import hashlib
+from collections import defaultdict
+from collections.abc import Sequence
+from enum import Enum
+from typing import Any, Final, Protocol
+
+import numpy as np
+
+from opendm.data.normalize import NormStatsFile, Profile, RunningStats
+from opendm.errors import ConfigError
+
+BATCH_SIZE: Final = 128
+"""Samples of one batch, as ``compute_norm_stats_max_batches`` counts them."""
+
+
+class ActionDataset(Protocol):
+    """Samples with ``state``, ``action``, ``action_mask`` and ``meta_data``, without images."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int) -> dict[str, Any]: ...
+
+
+def norm_stats_name(dataset_name: str, action_transform_repr: str) -> str:
+    """File name of a dataset's statistics under an action transform."""
+    digest = hashlib.sha256(f"{dataset_name}|{action_transform_repr}".encode()).hexdigest()
+    return f"{dataset_name}_{digest[:16]}.json"
+
+
+def robot_name(robot_type: "Enum | str | None") -> str | None:
+    """The string of a robot type, which may be given as an enum."""
+    return robot_type.value if isinstance(robot_type, Enum) else robot_type
+
+
+def used_indices(size: int, max_batches: int | None) -> Sequence[int]:
+    """All samples, or ``max_batches`` batches of them spread at random, always the same ones."""
+    limit = size if max_batches is None else min(size, max_batches * BATCH_SIZE)
+    if limit == size:
+        return range(size)
+    chosen = np.random.default_rng(0).permutation(size)[:limit]
+    return np.sort(chosen).tolist()
+
+
+def compute_norm_stats(
+    dataset: ActionDataset, default_robot_type: str | None = None, max_batches: int | None = None
+) -> NormStatsFile:
+    """Count the state of every used frame and every real row of its action chunk.
+
+    Raises:
+        ConfigError: robot types are mixed with none, or there are several and no default.
+        DataError: fewer than two rows, or vectors of several lengths.
+    """
+    running: dict[str | None, dict[str, RunningStats]] = defaultdict(
+        lambda: {"state": RunningStats(), "action": RunningStats()}
+    )
+    for index in used_indices(len(dataset), max_batches):
+        sample = dataset[index]
+        stats = running[robot_name(sample["meta_data"].get("robot_type"))]
+        action = np.asarray(sample["action"])
+        is_real = np.asarray(sample["action_mask"]).any(axis=-1)
+        stats["state"].update(np.asarray(sample["state"])[None])
+        stats["action"].update(action[is_real])
+    default = _default_robot(list(running), default_robot_type)
+    profiles: dict[str | None, Profile] = {
+        robot: {key: stats.get() for key, stats in entry.items()}
+        for robot, entry in sorted(running.items(), key=lambda item: str(item[0]))
+    }
+    return NormStatsFile(profiles, default)
+
+
+def _default_robot(robots: list[str | None], given: str | None) -> str | None:
+    names = sorted(str(robot) for robot in robots)
+    if None in robots and len(robots) > 1:
+        raise ConfigError(
+            f"some samples have a robot type and some have none ({names}); give robot_type in "
+            "every registration or in none"
+        )
+    if given is not None and given not in robots:
+        raise ConfigError(
+            f"--data-config.norm-stats-default-robot-type {given!r} is not among the dataset's "
+            f"robot types {names}; give one of them, or leave the flag out"
+        )
+    if given is None and len(robots) > 1:
+        raise ConfigError(
+            f"the dataset has robot types {names}; choose the one that stands for a request "
+            "without a type: --data-config.norm-stats-default-robot-type"
+        )
+    return robots[0] if given is None else given

@@ -1,0 +1,1 @@
+"""Experiments: the configuration tree, and what runs it."""

@@ -1,0 +1,126 @@
+"""``DM05Exp``: the configuration of a run, and the two tasks that it can run.
+
+A playground file subclasses these dataclasses and ends in ``main(MyExp)``.
+"""
+
+import logging
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Annotated, NoReturn
+
+import tyro
+
+from opendm.data.config import DM05DataConfig
+from opendm.errors import ConfigError, OpenDMError
+from opendm.failure import record_failure
+from opendm.flags import choice_flag
+from opendm.infer.config import DM05InferenceConfig
+from opendm.model.dm05.config import DM05ModelConfig
+from opendm.model.dm05.dm05_lora import DM05LoraConfig
+from opendm.optimizer.config import DM05OptimizerConfig
+from opendm.runtime import Runtime, configure_logging, environment, validate_only
+from opendm.trainer.config import DM05TrainerConfig
+
+__all__ = [
+    "DM05DataConfig",
+    "DM05Exp",
+    "DM05InferenceConfig",
+    "DM05LoraConfig",
+    "DM05ModelConfig",
+    "DM05OptimizerConfig",
+    "DM05TrainerConfig",
+    "main",
+    "run",
+]
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class DM05Exp:
+    """A fine-tuning run of DM0.5."""
+
+    use_lora: bool | None = False
+    """Train low-rank adapters instead of the full model."""
+    task: Annotated[str, choice_flag("train", "inference")] = "train"
+    """train, or inference: serve a checkpoint."""
+    model_config: DM05ModelConfig = field(default_factory=DM05ModelConfig)
+    """The model."""
+    optimizer_config: DM05OptimizerConfig = field(default_factory=DM05OptimizerConfig)
+    """The optimizer."""
+    trainer_config: DM05TrainerConfig = field(default_factory=DM05TrainerConfig)
+    """The run."""
+    data_config: DM05DataConfig = field(default_factory=DM05DataConfig)
+    """The data."""
+    inference_config: DM05InferenceConfig = field(default_factory=DM05InferenceConfig)
+    """The inference service."""
+    logger_level: str = "INFO"
+    """Least severe messages shown: DEBUG, INFO, WARNING or ERROR."""
+
+    def validate(self) -> None:
+        """Check the whole configuration without importing a framework.
+
+        Raises:
+            ConfigError: a flag is wrong.
+            DataError: the dataset is.
+        """
+        if self.task == "inference":
+            raise ConfigError(
+                "--task inference is not available yet; use opendm.infer.Policy, or "
+                "`opendm eval open-loop`"
+            )
+        if self.use_lora:
+            raise ConfigError("--use-lora is not available yet; train the full model")
+        if self.inference_config.backend == "fast":
+            raise ConfigError("--inference-config.backend fast is not available yet; use default")
+        self.optimizer_config.validate()
+        self.trainer_config.validate()
+        self.model_config.validate()
+        self.data_config.validate()
+
+    def run(self) -> None:
+        """Run the task."""
+        if self.task == "train":
+            self.train()
+        else:
+            self.inference()
+
+    def train(self) -> None:
+        """Train, from configuration to the final weights in the output folder."""
+        self.validate()
+        if validate_only():
+            return
+        from opendm.exp.training import train
+
+        train(self)
+
+    def inference(self) -> None:
+        """Serve a checkpoint over HTTP."""
+        self.validate()
+
+
+def parse(exp_type: type[DM05Exp], argv: Sequence[str] | None = None) -> DM05Exp:
+    """The experiment that a command line describes; a wrong one exits with 2."""
+    return tyro.cli(exp_type, args=argv, description=exp_type.__doc__)
+
+
+def run(exp: DM05Exp) -> int:
+    """Run an experiment; what a person did wrong becomes one line and an exit code."""
+    runtime = Runtime.from_env()
+    try:
+        configure_logging(exp.logger_level, runtime)
+        exp.run()
+    except OpenDMError as error:
+        message = " ".join(str(error).split())
+        record_failure(message, error.exit_code, environment())
+        sys.stdout.flush()
+        if runtime.world_size == 1:
+            print(f"error: {message}", file=sys.stderr)
+        return error.exit_code
+    return 0
+
+
+def main(exp: type[DM05Exp] | DM05Exp, argv: Sequence[str] | None = None) -> NoReturn:
+    """Entry of every playground file: parse the command line, run, exit."""
+    sys.exit(run(parse(exp, argv) if isinstance(exp, type) else exp))

@@ -1,0 +1,1 @@
+"""From a checkpoint folder and an observation to the robot's actions."""

@@ -1,0 +1,118 @@
+"""``opendm.json``: what a checkpoint folder says about its robot, cameras and prompt."""
+
+import json
+import types
+from dataclasses import MISSING, asdict, dataclass, fields
+from os import PathLike
+from pathlib import Path
+from typing import Any, Final, get_args, get_origin
+
+from opendm.constants.robot import ActionMode
+from opendm.errors import CheckpointError
+
+LAYOUT_FILE: Final = "opendm.json"
+FORMAT_VERSION: Final = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PolicyLayout:
+    """What training did to its samples, so that inference can do the same."""
+
+    dataset_name: str
+    image_keys: list[str]
+    """Cameras in the order of the prompt."""
+    image_prompts: list[str]
+    """Their labels in the prompt."""
+    action_mode: str
+    """``relative`` (to the state) or ``absolute``."""
+    n_bins: int
+    """Bins of a state value in the prompt."""
+    add_state: bool
+    action_dim: int
+    """Dimensions of the robot's action, before padding."""
+    chunk_size: int
+    max_length: int
+    state_desc: list[str] | None = None
+    """``joint``, ``eef`` or ``gripper`` per dimension."""
+    robot_type: str | None = None
+    speed: str | None = None
+    control_mode: str | None = None
+    prompt_layout: str = "chat"
+    format_version: int = FORMAT_VERSION
+
+    def save(self, folder: "str | PathLike[str]") -> None:
+        """Write ``opendm.json`` into ``folder``."""
+        text = json.dumps(asdict(self), indent=2, ensure_ascii=False) + "\n"
+        (Path(folder) / LAYOUT_FILE).write_text(text, encoding="utf-8")
+
+    @classmethod
+    def load(cls, folder: "str | PathLike[str]") -> "PolicyLayout":
+        """Read the ``opendm.json`` of ``folder``; keys it does not know are left out.
+
+        Raises:
+            CheckpointError: the file is missing or broken; the message names file and key.
+        """
+        path = Path(folder) / LAYOUT_FILE
+        values = _read_object(path)
+        version = values.get("format_version")
+        if version != FORMAT_VERSION:
+            raise CheckpointError(
+                f"{path}: format_version is {version!r}; this OpenDM reads {FORMAT_VERSION}"
+            )
+        known = {}
+        for field in fields(cls):
+            if field.name in values:
+                _check_type(path, field.name, values[field.name], field.type)
+                known[field.name] = values[field.name]
+            elif field.default is MISSING:
+                raise CheckpointError(f"{path}: key {field.name!r} is missing")
+        layout = cls(**known)
+        _check_values(path, layout)
+        return layout
+
+
+def _read_object(path: Path) -> dict[str, Any]:
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise CheckpointError(
+            f"{path} does not exist; checkpoints of OpenDM's training have one, and a base "
+            "checkpoint must be trained before it can act"
+        ) from None
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path} cannot be read: {error}") from error
+    if not isinstance(values, dict):
+        raise CheckpointError(f"{path} holds a {type(values).__name__}; expected a JSON object")
+    return values
+
+
+def _check_type(path: Path, key: str, value: Any, expected: Any) -> None:
+    if not _fits(value, expected):
+        wanted = getattr(expected, "__name__", str(expected))
+        wanted = str(expected) if get_origin(expected) else wanted
+        raise CheckpointError(f"{path}: key {key!r} is {value!r:.60}; expected {wanted}")
+
+
+def _fits(value: Any, expected: Any) -> bool:
+    if get_origin(expected) is types.UnionType:
+        return any(_fits(value, option) for option in get_args(expected))
+    if get_origin(expected) is list:
+        (item,) = get_args(expected)
+        return isinstance(value, list) and all(_fits(one, item) for one in value)
+    return isinstance(value, expected) and (expected is bool or not isinstance(value, bool))
+
+
+def _check_values(path: Path, layout: PolicyLayout) -> None:
+    modes = [mode.value for mode in ActionMode]
+    if layout.action_mode not in modes:
+        raise CheckpointError(
+            f"{path}: key 'action_mode' is {layout.action_mode!r}; allowed: {', '.join(modes)}"
+        )
+    if len(layout.image_keys) != len(layout.image_prompts):
+        raise CheckpointError(
+            f"{path}: key 'image_prompts' has {len(layout.image_prompts)} labels for "
+            f"{len(layout.image_keys)} image_keys"
+        )
+    for key in ("n_bins", "action_dim", "chunk_size", "max_length"):
+        if getattr(layout, key) < 1:
+            raise CheckpointError(f"{path}: key {key!r} is {getattr(layout, key)}; expected >= 1")

@@ -1,0 +1,129 @@
+"""``DM05ModelConfig``: the flags of the model, and how they become one."""
+
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+from opendm.constants.precision import (
+    BF16_MIXED_PRECISION_POLICY,
+    FP32_MIXED_PRECISION_POLICY,
+    PRECISION_POLICIES,
+)
+from opendm.errors import CheckpointError, ConfigError
+from opendm.flags import choice_flag
+from opendm.model.dm05.dm05_lora import DM05LoraConfig
+from opendm.runtime import flag_was_given
+
+if TYPE_CHECKING:
+    from opendm.model.dm05.dm05_arch import DM05ForConditionalGeneration
+
+_TEXT = choice_flag("auto", "eager", "sdpa", "flex_attention")
+_VISION = choice_flag("auto", "eager", "sdpa", "flash_attention_2")
+
+
+@dataclass
+class DM05ModelConfig:
+    """Which checkpoint, and how it runs."""
+
+    model_name_or_path: str | None = "./checkpoints/DM05"
+    """Folder of the checkpoint to start from."""
+    chunk_size: int = 50
+    """Action steps of one chunk; part of the name of the statistics file."""
+    precision_policy: Annotated[str, choice_flag(*PRECISION_POLICIES)] = BF16_MIXED_PRECISION_POLICY
+    """bf16_mixed, or fp32_mixed: float32 weights and time conditioning, bfloat16 products."""
+    bf16: bool = True
+    """Load weights in bfloat16 under bf16_mixed; off loads float32."""
+    llm_attn_implementation: Annotated[str, _TEXT] = "flex_attention"
+    """Attention of the Gemma text layers."""
+    vision_attn_implementation: Annotated[str, _VISION] = "flash_attention_2"
+    """Attention of the vision tower."""
+    action_attn_implementation: Annotated[str, _TEXT] = "sdpa"
+    """Attention of the Action Expert."""
+    liger_kernel: bool = True
+    """Use Liger kernels on CUDA."""
+    freeze_vlm_embedding: bool = True
+    """Keep the token embedding as it is."""
+    vlm_gradient_checkpointing: bool = True
+    """Recompute activations of text model and vision tower in the backward pass."""
+    ae_gradient_checkpointing: bool = True
+    """Recompute activations of the Action Expert in the backward pass."""
+    lora_config: DM05LoraConfig = field(default_factory=DM05LoraConfig)
+    """Low-rank adaptation."""
+
+    @property
+    def export_dtype(self) -> str:
+        """Dtype of the weights in files, by torch's name."""
+        half = self.bf16 and self.precision_policy == BF16_MIXED_PRECISION_POLICY
+        return "bfloat16" if half else "float32"
+
+    def validate(self) -> None:
+        """Check sizes, names and that the checkpoint exists.
+
+        Raises:
+            ConfigError: names the flag, what was given and what is allowed.
+        """
+        if self.chunk_size < 1:
+            raise ConfigError(
+                f"--model-config.chunk-size {self.chunk_size} is too small; give at least 1"
+            )
+        if self.precision_policy not in PRECISION_POLICIES:
+            raise ConfigError(
+                f"--model-config.precision-policy {self.precision_policy!r} is unknown; allowed: "
+                f"{', '.join(PRECISION_POLICIES)}"
+            )
+        folder = Path(self.model_name_or_path or "")
+        if not self.model_name_or_path or not (folder / "config.json").is_file():
+            raise CheckpointError(
+                f"--model-config.model-name-or-path {self.model_name_or_path!r} is not a checkpoint "
+                "folder (no config.json there); download a released checkpoint, or make a tiny one "
+                "with `opendm tiny-checkpoint`"
+            )
+        if (folder / "adapter_config.json").is_file():
+            raise ConfigError(f"{folder} is a LoRA adapter; adapters are not available yet")
+
+    def build_model(self, *, use_lora: bool = False) -> "DM05ForConditionalGeneration":
+        """Load the checkpoint and apply every option of this block, for training."""
+        import torch
+
+        from opendm.model.dm05 import checkpoint_files
+        from opendm.model.dm05.dm05_arch import DM05ForConditionalGeneration
+        from opendm.model.dm05.precision import configure_fp32_precision_runtime
+
+        if use_lora:
+            raise ConfigError("--use-lora is not available yet; train the full model")
+        path = str(self.model_name_or_path)
+        config = checkpoint_files.load_config(path)
+        config.chunk_size = self.chunk_size
+        dtype = getattr(torch, self.export_dtype)
+        model = DM05ForConditionalGeneration.from_pretrained(path, config=config, dtype=dtype)
+        model.set_precision_policy(self.precision_policy)
+        model.set_attention_implementation(
+            llm_attn_implementation=self.llm_attn_implementation,
+            vision_attn_implementation=self.vision_attn_implementation,
+            action_attn_implementation=self.action_attn_implementation,
+            bf16=self.bf16,
+            device="cuda" if torch.cuda.is_available() else "cpu",
+            named=self._named_backends(),
+        )
+        model.enable_gradient_checkpointing(
+            vlm_gradient_checkpointing=self.vlm_gradient_checkpointing,
+            ae_gradient_checkpointing=self.ae_gradient_checkpointing,
+        )
+        if self.freeze_vlm_embedding:
+            model.freeze_vlm_embedding()
+        if self.precision_policy == FP32_MIXED_PRECISION_POLICY:
+            configure_fp32_precision_runtime()
+        return model
+
+    def _named_backends(self) -> frozenset[str]:
+        defaults = {item.name: item.default for item in fields(DM05ModelConfig)}
+        values = {
+            "llm": ("llm_attn_implementation", self.llm_attn_implementation),
+            "vision": ("vision_attn_implementation", self.vision_attn_implementation),
+            "action": ("action_attn_implementation", self.action_attn_implementation),
+        }
+        return frozenset(
+            site
+            for site, (name, value) in values.items()
+            if value != defaults[name] or flag_was_given(f"--model-config.{name}")
+        )

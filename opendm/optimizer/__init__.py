@@ -1,0 +1,1 @@
+"""Optimizers and the choice of parameters that each one gets."""

@@ -1,0 +1,59 @@
+"""``metrics.jsonl``: one line of strict JSON per optimizer step."""
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+def mean_over_ranks(values: Tensor) -> Tensor:
+    """The mean of a tensor over all ranks; itself in a world of one."""
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        values = values.clone()
+        dist.all_reduce(values)
+        values /= dist.get_world_size()
+    return values
+
+
+def finite_or_none(value: float) -> float | None:
+    """JSON has no NaN: what is not finite is written as null."""
+    return value if math.isfinite(value) else None
+
+
+class MetricsFile:
+    """Appends records; rank 0 alone holds one."""
+
+    def __init__(self, path: Path) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._file = path.open("w", encoding="utf-8")
+
+    def write(self, record: dict[str, Any]) -> None:
+        """Append one line and hand it to the operating system."""
+        clean = {k: finite_or_none(v) if isinstance(v, float) else v for k, v in record.items()}
+        self._file.write(json.dumps(clean, allow_nan=False) + "\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+
+class StepLosses:
+    """Losses of the micro-steps of one optimizer step, kept on the device until they are read."""
+
+    def __init__(self) -> None:
+        self._values: list[Tensor] = []
+
+    def add(self, loss: Tensor, fm_loss: Tensor) -> None:
+        """Add a micro-step's mean losses."""
+        self._values.append(torch.stack([loss.detach().float(), fm_loss.detach().float()]))
+
+    def take(self) -> tuple[float, float]:
+        """Mean loss and flow-matching loss over micro-steps and ranks; starts anew."""
+        loss, fm_loss = mean_over_ranks(torch.stack(self._values).mean(dim=0)).tolist()
+        self._values = []
+        return loss, fm_loss

@@ -1,0 +1,19 @@
+"""What the training loop needs of a model."""
+
+from pathlib import Path
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+
+class TrainableModel(Protocol):
+    """A module that names its FSDP units and writes itself."""
+
+    def fsdp_wrap_modules(self) -> list[nn.Module]:
+        """Modules that become FSDP units of their own, outermost last."""
+
+    def save_pretrained(
+        self, save_directory: Path, *, state_dict: dict[str, Tensor], dtype: torch.dtype
+    ) -> None:
+        """Write configuration and the given weights."""

@@ -1,0 +1,173 @@
+"""The prompt: its text to the byte, its shortening, its history, its pixels."""
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from opendm.data.processor import check_reserved_ids, image_size, load_processor
+from opendm.data.transforms import ChatTokenization
+from opendm.data.transforms.prompt import build_messages, discretize_state, task_sentence
+from opendm.errors import CheckpointError, ConfigError, DataError
+from opendm.model.dm05.tiny import IMAGE_SIZE, build_processor
+
+
+@pytest.fixture(scope="module")
+def processor():
+    return build_processor(["pick up the red cube", "open the drawer"])
+
+
+def picture(shade=0):
+    return Image.new("RGB", (IMAGE_SIZE, IMAGE_SIZE), (shade, 10, 20))
+
+
+def make(prompt="pick up the cube", views=2, **meta):
+    return {
+        "prompt": prompt,
+        "state": np.array([-1.0, 0.0, 1.0], np.float32),
+        "action": np.zeros((1, 5, 3), np.float32),
+        "action_mask": np.ones((1, 5, 3), bool),
+        "images": [picture(i) for i in range(views)],
+        "meta_data": meta,
+    }
+
+
+def text_of(processor, ids):
+    text = processor.tokenizer.decode(ids)
+    return text.replace("<image_soft_token>", "").replace("<start_of_image><end_of_image>", "#")
+
+
+def test_prompt_text_to_the_byte(processor):
+    tokenize = ChatTokenization(processor, image_prompts=["Head", "Left"])
+    meta = {"robot_type": "UR5", "control_mode": "EEF", "speed": "0.1"}
+    out = tokenize(make(**meta))
+    assert text_of(processor, out["input_ids"]) == (
+        "<bos><start_of_turn>user\n"
+        "Robot: UR5\nControl mode: end effector\nOverall speed: 0.1\nTask: pick up the cube.\n"
+        "Head image:\n\n#\n\nLeft image:\n\n#\n\nStates: 0 127 255<end_of_turn>\n"
+        "<start_of_turn>model\n"
+    )
+
+
+def test_message_items():
+    one, two = picture(1), picture(2)
+    (message,) = build_messages("go", [one, two], ["Head", "Left"], state_bins=[1, 2])
+    assert message["role"] == "user"
+    assert message["content"] == [
+        {"type": "text", "text": "Overall speed: 0.5\nTask: go.\nHead image: "},
+        {"type": "image", "image": one},
+        {"type": "text", "text": "Left image: "},
+        {"type": "image", "image": two},
+        {"type": "text", "text": "States: 1 2"},
+    ]
+
+
+def test_history_placeholders_stand_after_the_task():
+    (message,) = build_messages(
+        "go", [picture()], ["Head"], num_history=2, max_history_images=3, control_mode="joint"
+    )
+    assert message["content"][0]["text"] == (
+        "Control mode: joint\nOverall speed: 0.5\nTask: go.\nHistory images: "
+        + "<unused1>" * 16
+        + ("<unused0>" * 16 + "\n") * 2
+        + "Head image: "
+    )
+
+
+@pytest.mark.parametrize("mark", [".", "!", "?", "。", "！", "？"])
+def test_no_second_period(mark):
+    assert task_sentence(f"go{mark}") == f"go{mark}"
+    assert task_sentence("go") == "go."
+
+
+def test_state_bins_are_computed_in_single_precision():
+    values = np.linspace(-1.5, 1.5, 4001).astype(np.float32)
+    one, two = np.float32(1), np.float32(2)
+    expected = np.floor((np.clip(values, -1, 1) + one) / two * np.float32(255))
+    assert discretize_state(values, 256) == expected.astype(int).tolist()
+    assert discretize_state(values.astype(np.float64), 256) == expected.astype(int).tolist()
+    with pytest.raises(DataError, match="not finite"):
+        discretize_state(np.array([np.nan]), 256)
+
+
+def test_outputs_and_the_sample_is_left_alone(processor):
+    sample = make()
+    before = set(sample)
+    out = ChatTokenization(processor, image_prompts=["Head", "Left"])(sample)
+    assert set(sample) == before
+    assert out is not sample
+    length = len(out["input_ids"])
+    for key in ("input_ids", "attention_mask", "token_type_ids"):
+        assert out[key].dtype == torch.int64
+        assert out[key].shape == (length,)
+    assert out["pixel_values"].shape == (2, 3, IMAGE_SIZE, IMAGE_SIZE)
+    assert out["action"].shape == out["action_mask"].shape == (1, 5, 3)
+    assert out["history_pixel_values"] is None
+    assert out["history_mask"] is None
+    without = ChatTokenization(processor, add_state=False)({**sample, "action": None})
+    assert without["action"] is None
+    assert "States:" not in processor.tokenizer.decode(without["input_ids"])
+
+
+def test_history_tensors(processor):
+    tokenize = ChatTokenization(processor, is_history=True, max_history_images=3)
+    out = tokenize({**make(), "history_images": [picture(1), picture(2)]})
+    assert out["history_pixel_values"].shape == (2, 3, IMAGE_SIZE, IMAGE_SIZE)
+    assert out["history_mask"].sum() == 32
+    assert (out["input_ids"] == 7).sum() == 16
+    assert (out["token_type_ids"][out["history_mask"]] == 1).all()
+    empty = tokenize(make())
+    assert empty["history_pixel_values"] is None
+    assert not empty["history_mask"].any()
+    with pytest.raises(DataError, match="4 history images"):
+        tokenize({**make(), "history_images": [picture()] * 4})
+
+
+def test_a_long_task_is_shortened_and_nothing_else(processor):
+    full = ChatTokenization(processor, image_prompts=["Head", "Left"])(make("open the drawer"))
+    limit = len(full["input_ids"]) + 40
+    tokenize = ChatTokenization(processor, max_length=limit, image_prompts=["Head", "Left"])
+    out = tokenize(make("open the drawer and pick up the red cube " * 30))
+    ids = out["input_ids"]
+    assert len(full["input_ids"]) < len(ids) <= limit
+    text = text_of(processor, ids)
+    assert text.count("#") == 2
+    assert "Task: open the drawer and" in text
+    assert text.endswith("States: 0 127 255<end_of_turn>\n<start_of_turn>model\n")
+    assert out["pixel_values"].shape[0] == 2
+
+
+def test_a_prompt_that_cannot_fit_is_refused(processor):
+    with pytest.raises(DataError, match="limit is 30"):
+        ChatTokenization(processor, max_length=30)(make("open the drawer " * 5))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"prompt": None}, "prompt is None"),
+        ({"prompt": "take <start_of_image> it"}, "reserved token"),
+        ({"meta_data": {"speed": 0.5}}, "speed is 0.5"),
+        ({"images": []}, "0 images for 2 image_prompts"),
+    ],
+)
+def test_unusable_samples_are_refused(processor, change, message):
+    with pytest.raises(DataError, match=message):
+        ChatTokenization(processor, image_prompts=["Head", "Left"])({**make(), **change})
+
+
+def test_processor_round_trip_and_refusals(processor, tmp_path):
+    processor.save_pretrained(tmp_path / "good")
+    loaded = load_processor(tmp_path / "good")
+    assert image_size(loaded) == IMAGE_SIZE
+    sample = make()
+    ids = [ChatTokenization(p)(sample)["input_ids"] for p in (processor, loaded)]
+    assert torch.equal(*ids)
+    with pytest.raises(CheckpointError, match="does not exist"):
+        load_processor(tmp_path / "none")
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(CheckpointError, match="no usable processor"):
+        load_processor(tmp_path / "empty")
+    loaded.tokenizer.pad_token = "<mask>"
+    with pytest.raises(ConfigError, match="'pad': 4"):
+        check_reserved_ids(loaded, "x")
