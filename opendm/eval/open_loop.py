@@ -205,7 +205,9 @@ def evaluate_open_loop(
     indices = range(0, len(held_out.dataset), stride)
     show(f"open loop: {len(indices)} frames of {dataset_name}, horizon {trained.layout.chunk_size}")
     policies = {TRAINED: trained, UNTRAINED: base}
-    errors = measure(held_out, policies, indices, num_steps, batch_size, show)
+    errors = measure(
+        held_out, policies, indices, num_steps=num_steps, batch_size=batch_size, show=show
+    )
     views = [
         episode_view(held_out, trained, number, num_steps, batch_size)
         for number in different_tasks(held_out, num_episode_views)
@@ -237,6 +239,7 @@ def measure(
     held_out: HeldOut,
     policies: Mapping[str, Policy],
     indices: Sequence[int],
+    *,
     num_steps: int,
     batch_size: int,
     show: Show,

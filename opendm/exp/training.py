@@ -45,7 +45,9 @@ def train(exp: "DM05Exp") -> None:
     if trainer_config.wandb_project:
         enable_wandb(trainer_config.wandb_project)
     transformers.logging.set_verbosity_error()
-    arguments = training_arguments(trainer_config, exp.optimizer_config)
+    arguments = training_arguments(
+        trainer_config, exp.optimizer_config, world_size=runtime.world_size
+    )
     engine = choose_engine(exp, runtime, arguments.device)
 
     stats_path = on_rank_0(lambda: str(exp.data_config.compute_norm_stats(exp.model_config.chunk_size)))

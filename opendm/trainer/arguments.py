@@ -14,7 +14,7 @@ MAX_GRAD_NORM = 1.0
 
 
 def training_arguments(
-    trainer: DM05TrainerConfig, optimizer: "DM05OptimizerConfig"
+    trainer: DM05TrainerConfig, optimizer: "DM05OptimizerConfig", *, world_size: int
 ) -> TrainingArguments:
     """Every option that the loop reads; engine, checkpoints and metrics are OpenDM's own."""
     on_gpu = torch.cuda.is_available()
@@ -54,7 +54,7 @@ def training_arguments(
         data_seed=trainer.seed,
         report_to=["wandb"] if trainer.wandb_project else [],
         use_cpu=not on_gpu,
-        ddp_backend=None if on_gpu else "gloo",
+        ddp_backend="gloo" if world_size > 1 and not on_gpu else None,
         disable_tqdm=True,
     )
     arguments._n_gpu = min(arguments.n_gpu, 1)  # noqa: SLF001 - never torch's DataParallel
