@@ -6,6 +6,7 @@ Asking accelerate for FSDP instead fails silently: on a CPU it trains with DDP, 
 """
 
 import functools
+import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Final, Literal
@@ -59,10 +60,18 @@ class Engine:
 
     def _wrap_fsdp1(self, model: nn.Module, units: Sequence[nn.Module]) -> nn.Module:
         chosen = {id(unit) for unit in units}
-        on_gpu = self.device.type == "cuda"
-        if not on_gpu:
+        if self.device.type != "cuda":
             broadcast_from_rank_0(model)
-        wrapped = FullyShardedDataParallel(
+        with warnings.catch_warnings():
+            # frozen and trainable parameters share units on purpose; torch lists all of them
+            warnings.filterwarnings("ignore", message="FSDP's|.*requires_grad", category=UserWarning)
+            wrapped = self._fully_shard(model, chosen)
+        assert_fsdp1(wrapped, num_units=len(chosen) + 1)
+        return wrapped
+
+    def _fully_shard(self, model: nn.Module, chosen: set[int]) -> FullyShardedDataParallel:
+        on_gpu = self.device.type == "cuda"
+        return FullyShardedDataParallel(
             model,
             auto_wrap_policy=CustomPolicy(lambda module: id(module) in chosen),
             sharding_strategy=ShardingStrategy.SHARD_GRAD_OP,
@@ -72,8 +81,6 @@ class Engine:
             sync_module_states=on_gpu,
             use_orig_params=True,
         )
-        assert_fsdp1(wrapped, num_units=len(chosen) + 1)
-        return wrapped
 
     def _mixed_precision(self) -> MixedPrecision:
         dtype = self.compute_dtype if self.shard_in_compute_dtype else None

@@ -1,6 +1,7 @@
 """The network as a whole: prefix pass, suffix pass, training loss and sampling."""
 
 import logging
+import warnings
 from dataclasses import dataclass
 from os import PathLike
 from typing import Any
@@ -359,8 +360,11 @@ class DM05ForConditionalGeneration(DMPreTrainedModel, GenerationMixin):
     ) -> None:
         """Recompute activations in the backward pass, per layer, on either tower."""
         if vlm_gradient_checkpointing:
-            for tower in (self.language_model, self.visual):
-                tower.gradient_checkpointing_enable({"use_reentrant": False})
+            with warnings.catch_warnings():
+                # the newer name does not exist yet at the lowest supported transformers
+                warnings.simplefilter("ignore", FutureWarning)
+                for tower in (self.language_model, self.visual):
+                    tower.gradient_checkpointing_enable({"use_reentrant": False})
         self.model.action_expert.use_checkpointing = ae_gradient_checkpointing
 
     def freeze_vlm_embedding(self) -> None:
