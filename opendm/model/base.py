@@ -1,10 +1,13 @@
 """What every OpenDM model shares with Hugging Face's classes."""
 
+from typing import no_type_check
+
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
 
 
+@no_type_check  # transformers makes it a dataclass whose signature lacks what it accepts
 class DMBaseConfig(PretrainedConfig):
     """Base of the configurations that a checkpoint's ``config.json`` holds."""
 

@@ -8,7 +8,7 @@ import importlib.util
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Final, Literal, TypeAlias
+from typing import Final, Literal, TypeAlias, no_type_check
 
 import torch
 import torch.nn.functional as F  # noqa: N812
@@ -79,6 +79,7 @@ def mask_for(backend: str, visible: Visible, num_queries: int) -> "Visible | Blo
     batch, _, rows, num_keys = visible.shape
     grid = visible.expand(batch, 1, num_queries, num_keys) if rows == 1 else visible
 
+    @no_type_check  # torch counts the positional arguments, which a checking wrapper hides
     def mask_mod(b: Tensor, _h: Tensor, q: Tensor, k: Tensor) -> Tensor:
         return grid[b, 0, q, k]
 

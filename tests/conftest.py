@@ -1,0 +1,36 @@
+"""Fixtures that several test folders share."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+REPOSITORY = Path(__file__).parents[1]
+
+
+@pytest.fixture(scope="session")
+def tiny_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny checkpoint whose tokenizer knows the demo's prompts."""
+    from opendm.cli import main
+
+    folder = tmp_path_factory.mktemp("checkpoints") / "tiny"
+    assert main(["tiny-checkpoint", "--output", str(folder)]) == 0
+    return folder
+
+
+@pytest.fixture
+def run_python():
+    """Run a Python program in the repository and return the finished process."""
+
+    def run(*words: str, timeout_s: float = 120) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [sys.executable, *words],
+            cwd=REPOSITORY,
+            capture_output=True,
+            text=True,
+            timeout=timeout_s,
+            check=False,
+        )
+
+    return run

@@ -1,0 +1,93 @@
+"""What each process of a two-process engine test does. Imported by forked workers only."""
+
+import traceback
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+from opendm.model.dm05.tiny import random_model, tiny_config
+from opendm.trainer.engine import Engine, gather_weights
+
+
+def fork_ranks(work, *arguments, tmp_path: Path, world_size: int = 2):
+    """Run ``work(rank, *arguments)`` in forked processes under gloo; results by rank."""
+    context = mp.get_context("fork")
+    results = context.SimpleQueue()
+    store = tmp_path / "store"
+    store.unlink(missing_ok=True)
+    processes = [
+        context.Process(target=_rank, args=(work, arguments, rank, world_size, store, results))
+        for rank in range(world_size)
+    ]
+    for process in processes:
+        process.start()
+    collected = dict(results.get() for _ in processes)
+    for process in processes:
+        process.join(60)
+    for rank, value in sorted(collected.items()):
+        if isinstance(value, str) and value.startswith("Traceback"):
+            raise AssertionError(f"rank {rank}: {value}")
+    return [collected[rank] for rank in range(world_size)]
+
+
+def _rank(work, arguments, rank, world_size, store, results):
+    torch.set_num_threads(1)
+    try:
+        dist.init_process_group(
+            "gloo", store=dist.FileStore(str(store), world_size), rank=rank, world_size=world_size
+        )
+        results.put((rank, work(rank, *arguments)))
+        dist.destroy_process_group()
+    except BaseException:
+        results.put((rank, traceback.format_exc()))
+
+
+def small_model(seed=0):
+    return random_model(tiny_config(64, chunk_size=4, num_layers=2, hidden_size=32), seed)
+
+
+def small_batch(rows):
+    generator = torch.Generator().manual_seed(5)
+    ids = torch.randint(13, 64, (rows, 24), generator=generator)
+    ids[:, 2:18] = 12
+    return {
+        "input_ids": ids,
+        "attention_mask": torch.ones_like(ids),
+        "token_type_ids": (ids == 12).long(),
+        "pixel_values": torch.randn(rows, 3, 112, 112, generator=generator),
+        "action": torch.randn(rows, 4, 32, generator=generator),
+        "action_mask": torch.ones(rows, 4, 32, dtype=torch.bool),
+        "sample_seed": torch.arange(rows),
+    }
+
+
+def train_two_steps(rank, name, world_size, checkpointing=False, compute_dtype=None, seed=0):
+    """Loss and gradient norm of two steps, the description, and the gathered weights."""
+    model = small_model(seed).train()
+    model.enable_gradient_checkpointing(
+        vlm_gradient_checkpointing=checkpointing, ae_gradient_checkpointing=checkpointing
+    )
+    engine = Engine(name, torch.device("cpu"), compute_dtype)
+    wrapped = engine.wrap(model, model.fsdp_wrap_modules())
+    engine.assert_got(wrapped)
+    optimizer = torch.optim.AdamW([p for p in wrapped.parameters() if p.requires_grad], lr=1e-3)
+    batch = small_batch(4)
+    mine = {key: value[rank::world_size] for key, value in batch.items()}
+    record = []
+    for _ in range(2):
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=compute_dtype is not None):
+            loss = wrapped(**mine).loss
+        loss.backward()
+        norm = engine.clip_grad_norm(wrapped, 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        total = loss.detach().clone()
+        if world_size > 1:
+            dist.all_reduce(total)
+            total /= world_size
+        record.append((float(total), float(norm)))
+    weights = gather_weights(wrapped, keep=rank == 0)
+    weights = {key: value.numpy() for key, value in weights.items()}
+    return record, engine.describe(wrapped), weights
