@@ -89,10 +89,11 @@ def run_ranks(spec: Any, grace_s: int) -> tuple[int, str]:
                 _say(f"{self.asked_by.name}: the ranks have {grace_s} s to save and exit")
 
         def _monitor_workers(self, worker_group: Any) -> Any:
-            processes = {i: h.proc for i, h in self._pcontext.subprocess_handlers.items()}
+            context: Any = self._pcontext
+            processes = {i: h.proc for i, h in context.subprocess_handlers.items()}
             if self.asked_by is not None:
                 self.stopped_by = self.asked_by
-                self._pcontext.close(self.stopped_by, grace_s)
+                context.close(self.stopped_by, grace_s)
             self.looks_s = (self.looks_s[1], time.time())
             self.failed_first = tuple(i for i, process in processes.items() if process.poll())
             result = super()._monitor_workers(worker_group)

@@ -73,6 +73,8 @@ def read_lines(path: str) -> Sequence[str]:
 def location(path: "str | Path", frame_index: int) -> str:
     """``file:line`` of a frame, as editors count lines (blank lines included)."""
     wanted = frame_index
+    if not Path(path).is_file():
+        return f"{path}, frame {frame_index}"
     with Path(path).open(encoding="utf-8") as lines:
         for number, line in enumerate(lines, start=1):
             if line.strip():

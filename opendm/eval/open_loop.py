@@ -16,6 +16,7 @@ from PIL import Image
 
 from opendm.constants.robot import ActionMode, RobotStateDesc
 from opendm.data.dataset import JsonlDataset, Sample
+from opendm.data.norm_stats_job import robot_name
 from opendm.data.transforms.actions import BuildAction
 from opendm.data.transforms.images import LoadImages
 from opendm.data.transforms.pipeline import Pipeline
@@ -147,7 +148,7 @@ class HeldOut:
             state=sample["state"],
             images=dict(zip(self.layout.image_keys, sample["images"], strict=True)),
             prompt=sample["prompt"],
-            robot_type=meta.get("robot_type"),
+            robot_type=robot_name(meta.get("robot_type")),
             speed=meta.get("speed"),
             control_mode=meta.get("control_mode"),
         )

@@ -50,7 +50,9 @@ def train(exp: "DM05Exp") -> None:
     )
     engine = choose_engine(exp, runtime, arguments.device)
 
-    stats_path = on_rank_0(lambda: str(exp.data_config.compute_norm_stats(exp.model_config.chunk_size)))
+    stats_path = on_rank_0(
+        lambda: str(exp.data_config.compute_norm_stats(exp.model_config.chunk_size))
+    )
     processor = load_processor(str(exp.model_config.model_name_or_path))
     max_length = trainer_config.model_max_length
     dataset = exp.data_config.build_dataset(processor, exp.model_config.chunk_size, max_length)

@@ -37,7 +37,8 @@ class PolicyLayout:
     robot_type: str | None = None
     speed: str | None = None
     control_mode: str | None = None
-    prompt_layout: str = "chat"
+    prompt_layout: int = 1
+    """Version of the prompt's format; other versions give other tokens."""
     format_version: int = FORMAT_VERSION
 
     def save(self, folder: "str | PathLike[str]") -> None:

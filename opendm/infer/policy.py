@@ -22,7 +22,7 @@ from opendm.data.transforms.actions import ActionAbsolute
 from opendm.data.transforms.images import PixelTransform
 from opendm.data.transforms.normalization import Denormalize, Normalize
 from opendm.data.transforms.pipeline import Pipeline
-from opendm.data.transforms.prompt import ChatTokenization
+from opendm.data.transforms.prompt import PROMPT_LAYOUT_VERSION, ChatTokenization
 from opendm.errors import CheckpointError, DataError
 from opendm.infer.layout import PolicyLayout
 from opendm.model.dm05.checkpoint_files import load_config

@@ -47,9 +47,7 @@ class DM05OptimizerConfig:
             ConfigError: names the flag, what was given and what is allowed.
         """
         if self.optim == "muon_adamw":
-            raise ConfigError(
-                "--optimizer-config.optim muon_adamw is not available yet; use adamw"
-            )
+            raise ConfigError("--optimizer-config.optim muon_adamw is not available yet; use adamw")
         for flag, value, allowed in (
             ("base-lr", self.base_lr, 0 < self.base_lr < float("inf")),
             ("weight-decay", self.weight_decay, 0 <= self.weight_decay < float("inf")),

@@ -64,7 +64,9 @@ class Engine:
             broadcast_from_rank_0(model)
         with warnings.catch_warnings():
             # frozen and trainable parameters share units on purpose; torch lists all of them
-            warnings.filterwarnings("ignore", message="FSDP's|.*requires_grad", category=UserWarning)
+            warnings.filterwarnings(
+                "ignore", message="FSDP's|.*requires_grad", category=UserWarning
+            )
             wrapped = self._fully_shard(model, chosen)
         assert_fsdp1(wrapped, num_units=len(chosen) + 1)
         return wrapped
@@ -92,7 +94,7 @@ class Engine:
         )
 
     def clip_grad_norm(self, model: nn.Module, max_norm: float) -> Tensor:
-        """Clip and return the norm over all ranks' shards (torch's own function sees one rank's)."""
+        """Clip and return the norm over all ranks' shards (torch's function sees one rank's)."""
         if isinstance(model, FullyShardedDataParallel):
             return model.clip_grad_norm_(max_norm)
         parameters = [p for p in model.parameters() if p.grad is not None]
@@ -101,8 +103,9 @@ class Engine:
     def describe(self, model: nn.Module) -> str:
         """Engine, strategy and number of units, read off the wrapped model."""
         if isinstance(model, FullyShardedDataParallel):
-            handles = FullyShardedDataParallel.fsdp_modules(model)
-            return f"FSDP1 {model.sharding_strategy.name} x{dist.get_world_size()}, {len(handles)} units"
+            units = FullyShardedDataParallel.fsdp_modules(model)
+            strategy = model.sharding_strategy.name
+            return f"FSDP1 {strategy} x{dist.get_world_size()}, {len(units)} units"
         if isinstance(model, DistributedDataParallel):
             return f"DDP x{dist.get_world_size()}"
         return "one process"

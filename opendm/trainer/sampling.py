@@ -1,7 +1,7 @@
 """Which sample is drawn when, and what its randomness is: pure functions of seed and position.
 
 One order per (seed, epoch) serves every world size: a step takes the next rows of it, and rank r
-takes rows r, r + W, ... of the step. All randomness inside a sample comes from (seed, epoch, index).
+takes rows r, r + W, ... of the step. All randomness inside a sample comes from (seed, epoch, row).
 """
 
 import hashlib
@@ -21,12 +21,12 @@ class SampleKey(NamedTuple):
     """Row of the dataset, and how often the dataset was gone through before."""
 
     epoch: int
-    index: int
+    row: int
 
 
 def sample_seed(seed: int, key: SampleKey) -> int:
     """The seed of everything random in one sample, below 2**63."""
-    digest = hashlib.sha256(f"{seed}/{key.epoch}/{key.index}".encode()).digest()
+    digest = hashlib.sha256(f"{seed}/{key.epoch}/{key.row}".encode()).digest()
     return int.from_bytes(digest[:8], "big") >> 1
 
 
@@ -92,7 +92,7 @@ class SeededDataset(Dataset[tuple[Any, int]]):
             random.seed(seed)
             np.random.seed(seed % 2**32)  # noqa: NPY002 - users' transforms may use it
             try:
-                return self.dataset[key.index], seed
+                return self.dataset[key.row], seed
             except OpenDMError as error:
                 return error, seed
 

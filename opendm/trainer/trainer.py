@@ -1,4 +1,4 @@
-"""``DMTrainer``: Hugging Face's loop with OpenDM's engine, sample order, metrics and checkpoints."""
+"""``DMTrainer``: Hugging Face's loop with OpenDM's engine, order of samples, metrics and files."""
 
 import logging
 import math
@@ -72,6 +72,8 @@ class DMTrainer(Trainer):
         )
         for callback in (PrinterCallback, ProgressCallback):
             self.remove_callback(callback)
+
+    optimizer: torch.optim.Optimizer | None
 
     # Engine
 

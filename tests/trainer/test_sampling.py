@@ -48,8 +48,8 @@ def test_a_step_has_the_same_rows_in_the_same_order_on_every_engine(world_size, 
 def test_each_pass_holds_every_sample_once():
     keys = sum(steps(2, 1, num_samples=10, rows=4, num_steps=5), [])
     for epoch in (0, 1):
-        assert sorted(key.index for key in keys if key.epoch == epoch) == list(range(10))
-    assert [k.index for k in keys[:10]] != [k.index for k in keys[10:]]
+        assert sorted(key.row for key in keys if key.epoch == epoch) == list(range(10))
+    assert [k.row for k in keys[:10]] != [k.row for k in keys[10:]]
 
 
 def test_length_is_the_whole_run():

@@ -62,7 +62,7 @@ class BuildActionChunk:
 
 
 def _read_vector(sample: Sample, index: int, field: str, size: int | None) -> list[float]:
-    path = sample["meta_data"]["episode_path"]
+    path = sample["meta_data"].get("episode_path", "episode")
     frame = parse_frame(sample["raw_lines"][index], path, index)
     try:
         return check_vector(frame, field, size, "this frame")

@@ -19,12 +19,13 @@ from opendm.model.dm05.attention import ATTENTION, mask_for
 from opendm.model.dm05.precision import conditioning_linear
 
 Hidden = Float[Tensor, "B T hidden"]
+Gate = Float[Tensor, "B 1 hidden"]
 Condition = Float[Tensor, "B hidden"]
 
 
 def adaptive_rms_norm(
     hidden: Hidden, modulation: Float[Tensor, "B hidden3"], eps: float
-) -> tuple[Hidden, Hidden]:
+) -> tuple[Hidden, Gate]:
     """Normalised, scaled and shifted ``hidden``, and the gate of its branch.
 
     The square, scale and shift are taken in float32; both results have the dtype of ``hidden``.
@@ -38,7 +39,7 @@ def adaptive_rms_norm(
 class ActionExpertLayer(modeling_gemma3.Gemma3DecoderLayer):
     """One layer; ``input_layernorm`` and ``pre_feedforward_layernorm`` lend only their eps."""
 
-    def forward(
+    def forward(  # noqa: PLR0917 - checkpoint() passes them on by position
         self,
         hidden: Hidden,
         prefix_key: Tensor,
@@ -94,7 +95,7 @@ class DM05ActionExpert(nn.Module):
         self.attention_backend = backend
 
     def unread_parameters(self) -> list[nn.Parameter]:
-        """Norm weights that adaptive norms replace; they stand in checkpoints and get no gradient."""
+        """Norm weights that adaptive norms replace; they are in files and get no gradient."""
         norms = [self.norm]
         for layer in self.layers:
             norms += [layer.input_layernorm, layer.pre_feedforward_layernorm]

@@ -74,9 +74,9 @@ class DM05ModelConfig:
         folder = Path(self.model_name_or_path or "")
         if not self.model_name_or_path or not (folder / "config.json").is_file():
             raise CheckpointError(
-                f"--model-config.model-name-or-path {self.model_name_or_path!r} is not a checkpoint "
-                "folder (no config.json there); download a released checkpoint, or make a tiny one "
-                "with `opendm tiny-checkpoint`"
+                f"--model-config.model-name-or-path {self.model_name_or_path!r} is not a "
+                "checkpoint folder (no config.json there); download a released checkpoint, or "
+                "make a tiny one with `opendm tiny-checkpoint`"
             )
         if (folder / "adapter_config.json").is_file():
             raise ConfigError(f"{folder} is a LoRA adapter; adapters are not available yet")

@@ -116,7 +116,7 @@ class DM05Model(DMPreTrainedModel):
             embeddings = embeddings.masked_scatter(history_mask[..., None], frames)
         return embeddings
 
-    def prefix(
+    def prefix(  # noqa: PLR0917 - the order of forward()
         self,
         input_ids: Int[Tensor, "B L"],
         attention_mask: Tensor | None,
@@ -128,7 +128,12 @@ class DM05Model(DMPreTrainedModel):
         """Keys and values of images and text, computed once per observation."""
         embeddings = self.embed_prefix(input_ids, pixel_values, history_pixel_values, history_mask)
         return run_prefix(
-            self.vlm, embeddings, input_ids, attention_mask, token_type_ids, self.llm_backend
+            self.vlm,
+            embeddings,
+            input_ids,
+            attention_mask,
+            token_type_ids,
+            backend=self.llm_backend,
         )
 
     def time_condition(self, time: Time) -> Tensor:
@@ -183,7 +188,7 @@ class DM05ForConditionalGeneration(DMPreTrainedModel, GenerationMixin):
 
     # Training and sampling
 
-    def forward(
+    def forward(  # noqa: PLR0917 - public signature
         self,
         input_ids: Int[Tensor, "B L"],
         attention_mask: Int[Tensor, "B L"] | None = None,
@@ -244,7 +249,7 @@ class DM05ForConditionalGeneration(DMPreTrainedModel, GenerationMixin):
         return DM05Output(loss=loss, fm_loss=loss.detach(), per_sample_loss=per_sample.detach())
 
     @torch.no_grad()
-    def inference_action(
+    def inference_action(  # noqa: PLR0917 - public signature
         self,
         input_ids: Int[Tensor, "B L"],
         attention_mask: Int[Tensor, "B L"] | None = None,
@@ -442,7 +447,7 @@ class DM05ForConditionalGeneration(DMPreTrainedModel, GenerationMixin):
             cls, pretrained_model_name_or_path, config=config, dtype=dtype or torch_dtype
         )
 
-    def save_pretrained(  # type: ignore[override]
+    def save_pretrained(
         self,
         save_directory: "str | PathLike[str]",
         *_args: Any,

@@ -114,6 +114,7 @@ def run_prefix(
     input_ids: Tensor,
     attention_mask: Tensor | None,
     token_type_ids: Tensor | None,
+    *,
     backend: str,
 ) -> Prefix:
     """Run the text layers over ``embeddings`` ``[B, L, hidden]`` and collect keys and values."""

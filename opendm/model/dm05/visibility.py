@@ -85,7 +85,7 @@ def additive(visible: Bool[Tensor, "*shape"], dtype: torch.dtype) -> Float[Tenso
     return mask.masked_fill(~visible, MASKED if dtype != torch.float16 else torch.finfo(dtype).min)
 
 
-def make_suffix_attn_mask(
+def make_suffix_attn_mask(  # noqa: PLR0917 - public signature
     input_ids: Tokens,
     prefix_len: int,
     suffix_len: int,
