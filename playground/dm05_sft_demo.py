@@ -21,8 +21,8 @@ from opendm.exp.dm05_exp import (
 class DemoModelConfig(DM05ModelConfig):
     """The model of the demo."""
 
-    chunk_size: int = 16
-    """Action steps of one chunk: 0.2 s at the demonstrations' 80 Hz."""
+    chunk_size: int = 32
+    """Action steps of one chunk: 0.4 s at the demonstrations' 80 Hz."""
 
 
 @dataclass

@@ -17,7 +17,7 @@ script/dm05_launcher.sh --nproc_per_node 2 --exp playground/dm05_sft_demo.py \
   --model-config.model-name-or-path checkpoints/tiny \
   --model-config.no-bf16 --trainer-config.no-bf16 \
   --model-config.no-vlm-gradient-checkpointing --model-config.no-ae-gradient-checkpointing \
-  --optimizer-config.base-lr 1e-3 --optimizer-config.warmup-steps 40 \
+  --optimizer-config.base-lr 1e-3 --optimizer-config.warmup-steps 40 --optimizer-config.weight-decay 0.01 \
   --trainer-config.output-dir "$output" \
   --trainer-config.num-train-steps "$steps" --trainer-config.save-steps 200 \
   --trainer-config.per-device-train-batch-size 16 \

@@ -102,11 +102,15 @@ class Policy:
         """
         source = Path(path if layout_from is None else layout_from)
         layout = PolicyLayout.load(source)
-        if not (source / NORM_STATS_FILE).is_file():
+        if layout.prompt_layout != PROMPT_LAYOUT_VERSION:
             raise CheckpointError(
-                f"{source / NORM_STATS_FILE} does not exist; is the copy complete?"
+                f"{source}: key 'prompt_layout' of opendm.json is {layout.prompt_layout}; this "
+                f"OpenDM writes prompts of version {PROMPT_LAYOUT_VERSION}"
             )
-        norm_stats = NormStatsFile.load(source / NORM_STATS_FILE)
+        stats_file = source / NORM_STATS_FILE
+        if not stats_file.is_file():
+            raise CheckpointError(f"{stats_file} does not exist; is the copy complete?")
+        norm_stats = NormStatsFile.load(stats_file)
         config = load_config(path)
         if layout.action_dim > config.action_dim:
             raise CheckpointError(
