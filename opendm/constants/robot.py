@@ -19,6 +19,11 @@ class RobotStateDesc(Enum):
     GRIPPER = "gripper"
 
 
+def desc_value(desc: "RobotStateDesc | str") -> str:
+    """The word for a dimension, from the enum or as written."""
+    return desc.value if isinstance(desc, RobotStateDesc) else str(desc)
+
+
 class RobotType(Enum):
     """Names of robots as they stand in prompts and statistics files."""
 

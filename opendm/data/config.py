@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from opendm.constants.robot import ActionMode
+from opendm.constants.robot import ActionMode, desc_value
 from opendm.data.dataset import JsonlDataset
 from opendm.data.episodes import fingerprint
 from opendm.data.norm_stats_job import compute_norm_stats, norm_stats_name, robot_name
@@ -144,9 +144,9 @@ class DM05DataConfig:
             "action_mode": self.action_mode.value,
             "action_horizon": chunk_size,
             "max_batches": self.compute_norm_stats_max_batches,
-            "robot_type": info["robot_type"],
+            "robot_type": robot_name(info.get("robot_type")),
             "default_robot_type": self.norm_stats_default_robot_type,
-            "state_desc": None if desc is None else [getattr(d, "value", d) for d in desc],
+            "state_desc": None if desc is None else [desc_value(part) for part in desc],
         }
 
     def image_pipeline(self, image_size: int) -> "TransformPipeline":

@@ -98,8 +98,8 @@ def value_range(values: Sequence[float], padding: float, *, log: bool) -> tuple[
     return (10**low, 10**high) if log else (low, high)
 
 
-def linear_ticks(low: float, high: float, target: int = 5) -> list[float]:
-    """Multiples of 1, 2 or 5 times a power of ten inside [low, high], about `target` of them."""
+def linear_ticks(low: float, high: float, target: int = 7) -> list[float]:
+    """Multiples of 1, 2 or 5 times a power of ten inside [low, high], at most one more than `target`."""
     rough = (high - low) / target
     power = 10.0 ** math.floor(math.log10(rough))
     step = next((power * k for k in (1, 2, 5) if power * k >= rough * 0.999), power * 10)

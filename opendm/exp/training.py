@@ -16,10 +16,10 @@ import torch.distributed as dist
 import transformers
 
 from opendm.constants.precision import BF16_MIXED_PRECISION_POLICY, FP32_MIXED_PRECISION_POLICY
+from opendm.constants.robot import desc_value
 from opendm.data.episodes import fingerprint
 from opendm.data.normalize import NormStatsFile
 from opendm.data.processor import load_processor
-from opendm.data.transforms.actions import desc_value
 from opendm.data.transforms.prompt import PROMPT_LAYOUT_VERSION
 from opendm.errors import DataError, OpenDMError
 from opendm.infer.layout import PolicyLayout

@@ -89,8 +89,7 @@ def _read_object(path: Path) -> dict[str, Any]:
 
 def _check_type(path: Path, key: str, value: Any, expected: Any) -> None:
     if not _fits(value, expected):
-        wanted = getattr(expected, "__name__", str(expected))
-        wanted = str(expected) if get_origin(expected) else wanted
+        wanted = expected.__name__ if isinstance(expected, type) else str(expected)
         raise CheckpointError(f"{path}: key {key!r} is {value!r:.60}; expected {wanted}")
 
 

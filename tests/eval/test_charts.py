@@ -123,7 +123,7 @@ def test_lines_of_unequal_length_are_refused():
 def test_linear_ticks_are_round_evenly_spaced_few_and_told_apart(low, high):
     ticks = linear_ticks(low, high)
     steps = np.diff(ticks)
-    assert 3 <= len(ticks) <= 7
+    assert 3 <= len(ticks) <= 8
     assert low <= min(ticks)
     assert max(ticks) <= high
     np.testing.assert_allclose(steps, steps[0], rtol=1e-6)

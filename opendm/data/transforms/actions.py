@@ -5,7 +5,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from opendm.constants.robot import MAX_ACTION_DIM, ActionMode, RobotStateDesc
+from opendm.constants.robot import MAX_ACTION_DIM, ActionMode, RobotStateDesc, desc_value
 from opendm.data.dataset import Sample
 from opendm.data.episodes import check_vector, location, parse_frame
 from opendm.data.transforms.pipeline import Pipeline
@@ -14,11 +14,6 @@ from opendm.errors import DataError
 
 GRIPPER_ONLY: Final = (RobotStateDesc.GRIPPER,)
 EEF_MODES: Final = ("eef", "ee", "end effector")
-
-
-def desc_value(desc: "RobotStateDesc | str") -> str:
-    """The word for a dimension, from the enum or as written."""
-    return desc.value if isinstance(desc, RobotStateDesc) else str(desc)
 
 
 class BuildActionChunk:

@@ -176,6 +176,7 @@ def save(
     (path / "config.json").write_text(text)
     partial = path / f"{WEIGHTS}.partial"
     save_file(tensors, partial, metadata={"format": "pt"})
+    partial.chmod((path / "config.json").stat().st_mode & 0o777)  # safetensors leaves 0600
     os.replace(partial, path / WEIGHTS)  # noqa: PTH105 - Path.replace hides that it is atomic
 
 
