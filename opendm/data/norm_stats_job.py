@@ -4,7 +4,7 @@ import hashlib
 from collections import defaultdict
 from collections.abc import Sequence
 from enum import Enum
-from typing import Any, Final, Protocol
+from typing import Any, Final, Protocol, runtime_checkable
 
 import numpy as np
 
@@ -15,6 +15,7 @@ BATCH_SIZE: Final = 128
 """Samples of one batch, as ``compute_norm_stats_max_batches`` counts them."""
 
 
+@runtime_checkable
 class ActionDataset(Protocol):
     """Samples with ``state``, ``action``, ``action_mask`` and ``meta_data``, without images."""
 

@@ -9,14 +9,15 @@ import numpy as np
 
 PALETTE = ("#3b82f6", "#e8710a", "#14a37f", "#a855f7", "#dc4c64", "#8a8f98")
 """Mid-tones, readable on white as well as on near-black."""
-LEFT, RIGHT, BOTTOM, TITLE_HEIGHT, LEGEND_ROW = 62, 14, 42, 30, 16
+LEFT, RIGHT, BOTTOM, TITLE_HEIGHT, LEGEND_ROW = 70, 14, 42, 30, 16
 """Margins around the plot, in SVG units."""
 CHARACTER_WIDTH = 6.3
 """Generous mean width of a legend character at 11 units; SVG cannot measure its own text."""
 PADDING = 0.05
 """Empty share of the vertical range above and below the data."""
 
-Values = Sequence[float | None] | np.ndarray
+Number = int | float
+Values = Sequence[Number | None] | np.ndarray
 Run = list[tuple[float, float]]
 """Points without a gap between them."""
 
@@ -38,13 +39,13 @@ class Series:
 class Axis:
     """Maps values onto SVG coordinates: `low` lands on `start`, `high` on `end`."""
 
-    low: float
-    high: float
-    start: float
-    end: float
+    low: Number
+    high: Number
+    start: Number
+    end: Number
     is_log: bool = False
 
-    def place(self, value: float) -> float:
+    def place(self, value: Number) -> float:
         """SVG coordinate of a value."""
         low, high = self.low, self.high
         if self.is_log:
@@ -87,7 +88,7 @@ def line_chart(
     return "".join([*parts, "</svg>"])
 
 
-def value_range(values: Sequence[float], padding: float, *, log: bool) -> tuple[float, float]:
+def value_range(values: Sequence[Number], padding: float, *, log: bool) -> tuple[float, float]:
     """Limits around the values, never of zero width; `padding` is a share of the range."""
     values = [math.log10(value) for value in values] if log else values
     low, high = min(values), max(values)
@@ -98,15 +99,15 @@ def value_range(values: Sequence[float], padding: float, *, log: bool) -> tuple[
     return (10**low, 10**high) if log else (low, high)
 
 
-def linear_ticks(low: float, high: float, target: int = 7) -> list[float]:
-    """Multiples of 1, 2 or 5 times a power of ten inside [low, high], at most one more than `target`."""
+def linear_ticks(low: Number, high: Number, target: int = 7) -> list[float]:
+    """Multiples of 1, 2 or 5 times a power of ten inside [low, high]; `target` or a few fewer."""
     rough = (high - low) / target
     power = 10.0 ** math.floor(math.log10(rough))
     step = next((power * k for k in (1, 2, 5) if power * k >= rough * 0.999), power * 10)
     return [k * step for k in range(math.ceil(low / step), math.floor(high / step) + 1)]
 
 
-def log_ticks(low: float, high: float) -> list[float]:
+def log_ticks(low: Number, high: Number) -> list[float]:
     """Powers of ten inside [low, high]; 1, 2, 5 over few decades; linear ticks below one decade."""
     decades = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
     every = max(1, len(decades) // 6)
@@ -195,6 +196,5 @@ def _legend(series: Sequence[Series], colours: Sequence[str], width: int) -> tup
     return "".join(parts), row + 1
 
 
-def _text(x: float, y: float, text: str, anchor: str, extra: str = "") -> str:
-    place = f'x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}"'
-    return f"<text {place} {extra}>{escape(text)}</text>"
+def _text(x: Number, y: Number, text: str, anchor: str, extra: str = "") -> str:
+    return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}" {extra}>{escape(text)}</text>'

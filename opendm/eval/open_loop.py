@@ -396,7 +396,7 @@ def _finite(value: float) -> float | None:
     return value if math.isfinite(value) else None
 
 
-def read_run(checkpoint: Path) -> tuple[list[dict[str, float | None]], dict[str, str]]:
+def read_run(checkpoint: Path) -> tuple[list[dict[str, int | float | None]], dict[str, str]]:
     """Metrics and settings of the run that wrote a checkpoint, as far as they are there."""
     places = (checkpoint, checkpoint.resolve().parent)
     metrics = next((p for d in places if (p := d / "metrics.jsonl").is_file()), None)
@@ -406,7 +406,7 @@ def read_run(checkpoint: Path) -> tuple[list[dict[str, float | None]], dict[str,
     return training, settings
 
 
-def _metric_lines(path: Path) -> list[dict[str, float | None]]:
+def _metric_lines(path: Path) -> list[dict[str, int | float | None]]:
     lines = [_parsed(line) for line in path.read_text(encoding="utf-8").splitlines()]
     return [
         {key: value if isinstance(value, int | float) else None for key, value in line.items()}

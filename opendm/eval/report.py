@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from opendm.errors import DataError
-from opendm.eval.charts import PALETTE, Series, line_chart
+from opendm.eval.charts import PALETTE, Number, Series, line_chart
 
 SMOOTHING_SPAN = 20
 """Logged lines over which the smoothed loss averages, as the span of an exponential mean."""
@@ -60,8 +60,8 @@ class ErrorRow:
 
     dimension: str
     unit: str
-    trained: float
-    baselines: dict[str, float]
+    trained: Number
+    baselines: dict[str, Number]
     """Error of each policy to beat, by name, such as "hold last state"."""
 
 
@@ -89,7 +89,7 @@ class Report:
     title: str
     settings: dict[str, str]
     versions: dict[str, str]
-    training: list[dict[str, float | None]]
+    training: list[dict[str, Number | None]]
     """Lines of metrics.jsonl; absent keys and None are gaps."""
     errors: list[ErrorRow]
     summary: list[str]
@@ -146,7 +146,7 @@ def display_unit(unit: str) -> tuple[str, float]:
     return ("mm", 1000.0) if unit == "m" else (unit, 1.0)
 
 
-def smooth(values: Sequence[float | None], span: int) -> list[float | None]:
+def smooth(values: Sequence[Number | None], span: int) -> list[float | None]:
     """Exponential mean over about `span` values; gaps stay gaps and carry no weight."""
     keep, mean, weight = 1 - 2 / (span + 1), 0.0, 0.0
     smoothed: list[float | None] = []
@@ -159,7 +159,7 @@ def smooth(values: Sequence[float | None], span: int) -> list[float | None]:
     return smoothed
 
 
-def format_number(value: float) -> str:
+def format_number(value: Number) -> str:
     """Three significant digits, in plain notation where that is readable."""
     if math.isnan(value):
         return MISSING
@@ -219,7 +219,7 @@ def _error_row(row: ErrorRow, baselines: Iterable[str]) -> str:
     return f'<tr>{names}{numbers}<td class="{verdict}">{times}</td></tr>'
 
 
-def _training_section(training: Sequence[Mapping[str, float | None]]) -> str:
+def _training_section(training: Sequence[Mapping[str, Number | None]]) -> str:
     if not training:
         return _section("Training", "<p>No metrics recorded.</p>")
     step = _column(training, "step")
@@ -237,7 +237,7 @@ def _training_section(training: Sequence[Mapping[str, float | None]]) -> str:
     return _section("Training", f'{speed}<div class="charts">{"".join(charts)}</div>')
 
 
-def _speed(training: Sequence[Mapping[str, float | None]]) -> str:
+def _speed(training: Sequence[Mapping[str, Number | None]]) -> str:
     """Medians, because the first steps compile and warm up."""
     medians = [
         f"{format_number(statistics.median(values))} {label}"
@@ -251,7 +251,7 @@ def _speed(training: Sequence[Mapping[str, float | None]]) -> str:
     return f"{len(training)} logged lines. " + (f"Median: {', '.join(medians)}." if medians else "")
 
 
-def _column(lines: Iterable[Mapping[str, float | None]], key: str) -> list[float | None]:
+def _column(lines: Iterable[Mapping[str, Number | None]], key: str) -> list[Number | None]:
     return [line.get(key) for line in lines]
 
 

@@ -1,12 +1,13 @@
 """What the training loop needs of a model."""
 
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
 
 
+@runtime_checkable
 class TrainableModel(Protocol):
     """A module that names its FSDP units and writes itself."""
 

@@ -6,19 +6,27 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
 
+from opendm.errors import EngineError
 from opendm.model.dm05.tiny import random_model, tiny_config
-from opendm.trainer.engine import Engine, gather_weights
+from opendm.trainer.engine import Engine, assert_fsdp1, broadcast_from_rank_0, gather_weights
+
+CONTEXT = mp.get_context("forkserver")
+# imported once, in a process without autograd threads, and forked from there
+CONTEXT.set_forkserver_preload(["opendm.model.dm05.tiny", "opendm.trainer.engine"])
 
 
 def fork_ranks(work, *arguments, tmp_path: Path, world_size: int = 2):
-    """Run ``work(rank, *arguments)`` in forked processes under gloo; results by rank."""
-    context = mp.get_context("fork")
-    results = context.SimpleQueue()
+    """Run ``work(rank, *arguments)`` in forked processes under gloo; results by rank.
+
+    ``work`` is a function of this module.
+    """
+    results = CONTEXT.SimpleQueue()
     store = tmp_path / "store"
     store.unlink(missing_ok=True)
     processes = [
-        context.Process(target=_rank, args=(work, arguments, rank, world_size, store, results))
+        CONTEXT.Process(target=_rank, args=(work, arguments, rank, world_size, store, results))
         for rank in range(world_size)
     ]
     for process in processes:
@@ -91,3 +99,56 @@ def train_two_steps(rank, name, world_size, checkpointing=False, compute_dtype=N
     weights = gather_weights(wrapped, keep=rank == 0)
     weights = {key: value.numpy() for key, value in weights.items()}
     return record, engine.describe(wrapped), weights
+
+
+def train_from_own_seed(rank):
+    """As :func:`train_two_steps` under FSDP1, with other weights on every rank."""
+    return train_two_steps(rank, "fsdp1", 2, seed=rank)[0]
+
+
+def synchronise_by_torch(_rank):
+    """What FSDP1 says when it is asked to synchronise a module on the CPU."""
+    try:
+        FullyShardedDataParallel(
+            small_model(), device_id=torch.device("cpu"), sync_module_states=True
+        )
+    except ValueError as error:
+        return str(error)
+    return "accepted"
+
+
+def broadcast(rank):
+    """Sum of a weight after the broadcast."""
+    model = small_model(seed=rank)
+    broadcast_from_rank_0(model)
+    return model.model.action_in_proj.weight.sum().item()
+
+
+def sharded_linear(size, strategy="SHARD_GRAD_OP"):
+    """One FSDP unit."""
+    return FullyShardedDataParallel(
+        torch.nn.Linear(size, size),
+        device_id=torch.device("cpu"),
+        sharding_strategy=ShardingStrategy[strategy],
+        use_orig_params=True,
+    )
+
+
+def check_assertion(_rank, strategy, num_units):
+    """The error of ``assert_fsdp1``, if any."""
+    try:
+        assert_fsdp1(sharded_linear(4, strategy), num_units=num_units)
+    except EngineError as error:
+        return str(error)
+    return "accepted"
+
+
+def gradient_norms(rank):
+    """Norm by torch's function, by the engine, and over all ranks by hand."""
+    model = sharded_linear(64)
+    model(torch.ones(1, 64) * (1 + rank)).pow(2).sum().backward()
+    own = torch.nn.utils.clip_grad_norm_(model.parameters(), float("inf"))
+    whole = Engine("fsdp1", torch.device("cpu"), None).clip_grad_norm(model, float("inf"))
+    squares = own.clone().square()
+    dist.all_reduce(squares)
+    return float(own), float(whole), float(squares.sqrt())

@@ -1,7 +1,7 @@
 """The prompt: a user message of text and pictures, as token ids and pixels."""
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 import numpy as np
@@ -204,7 +204,7 @@ class ChatTokenization:
                 raise DataError(f"prompt holds the reserved token {token!r}; remove it: {prompt!r}")
         return prompt
 
-    def _encode(self, fields: dict[str, Any]) -> dict[str, torch.Tensor]:
+    def _encode(self, fields: dict[str, Any]) -> Mapping[str, torch.Tensor]:
         messages = build_messages(**fields)
         if self.enable_logging:
             texts = [item.get("text", "<image>") for item in messages[0]["content"]]
@@ -217,7 +217,7 @@ class ChatTokenization:
             return_tensors="pt",
         )
 
-    def _encode_within_limit(self, fields: dict[str, Any]) -> dict[str, torch.Tensor]:
+    def _encode_within_limit(self, fields: dict[str, Any]) -> Mapping[str, torch.Tensor]:
         """Encode, shortening the task as long as the prompt is too long.
 
         Raises:
