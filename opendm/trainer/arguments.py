@@ -37,7 +37,7 @@ def training_arguments(
         dataloader_prefetch_factor=trainer.dataloader_prefetch_factor if workers else None,
         dataloader_drop_last=True,
         dataloader_pin_memory=on_gpu,
-        bf16=trainer.bf16,
+        bf16=False,  # the engine's autocast computes in bfloat16; accelerate's would wrap forward
         tf32=trainer.tf32 if on_gpu else None,
         lr_scheduler_type=trainer.lr_scheduler_type,
         lr_scheduler_kwargs=dict(trainer.lr_scheduler_kwargs),
