@@ -435,7 +435,7 @@ def test_success_is_silent_and_the_ranks_know_their_place(run_of):
     run = run_of("success")
     # Somebody else may use the default port at this moment; the notice of it is all there may be.
     assert (run.code, [line for line in run.error.splitlines() if "is busy" not in line]) == (0, [])
-    assert [rank["RANK"] for rank in run.ranks] == ["0", "1"]
+    assert [rank["RANK"] for rank in run.ranks] == ["0", "1"], (run.output, run.error)
     assert [rank["LOCAL_RANK"] for rank in run.ranks] == ["0", "1"]
     assert [rank["WORLD_SIZE"] for rank in run.ranks] == ["2", "2"]
     cores = len(os.sched_getaffinity(0))
