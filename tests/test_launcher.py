@@ -41,7 +41,12 @@ if os.environ.get("OPENDM_VALIDATE_ONLY") == "1":
 
 rank = int(os.environ["RANK"])
 names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_PORT", "OMP_NUM_THREADS")
-print("env", *[f"{name}={os.environ[name]}" for name in names], flush=True)
+
+def say(*words):
+    # one write: ranks share the pipe, and unbuffered printing writes word by word
+    os.write(1, (" ".join(map(str, words)) + "\\n").encode())
+
+say("env", *[f"{name}={os.environ[name]}" for name in names])
 
 def act(action, argument):
     if action == "exit":
@@ -56,10 +61,10 @@ def act(action, argument):
     if action == "kill":
         os.kill(os.getpid(), int(argument))
     if action == "child":
-        print("child", subprocess.Popen(["sleep", "60"]).pid, flush=True)
+        say("child", subprocess.Popen(["sleep", "60"]).pid)
         os.kill(os.getpid(), int(argument))
     if action == "args":
-        print("args", sys.argv[1:], flush=True)
+        say("args", sys.argv[1:])
     if action in ("save", "deaf", "wait"):
         def stop(signum, frame):
             if action == "save":
