@@ -1,7 +1,8 @@
-"""Command-line values as people write them: any case for enums, near misses for choices."""
+"""Command-line flags as people write them: any case for enums, near misses for what is wrong."""
 
 import difflib
 from collections.abc import Callable, Sequence
+from dataclasses import fields, is_dataclass
 from enum import Enum
 from typing import Any
 
@@ -20,6 +21,38 @@ def choice_flag(*choices: str) -> Any:
     """Annotation for a string flag with fixed values, in any case."""
     return _flag(lambda text: {choice.lower(): choice for choice in choices}[text.lower()],
                  str, choices)  # fmt: skip
+
+
+def unknown_flag(config: Any, argv: Sequence[str]) -> str | None:
+    """One line about the first flag that ``config`` (a dataclass instance) does not have."""
+    known, open_ended = _flags_of(config, "")
+    for word in argv:
+        flag = word.split("=")[0].replace("_", "-")
+        if not flag.startswith("--") or flag in known or flag == "--help":
+            continue
+        if not flag.startswith(tuple(open_ended)):
+            near = difflib.get_close_matches(flag, known, n=1, cutoff=0.6)
+            hint = f"did you mean {near[0]}? " if near else ""
+            return f"unknown flag {word.split('=')[0]}; {hint}--help lists all flags"
+    return None
+
+
+def _flags_of(config: Any, prefix: str) -> tuple[set[str], list[str]]:
+    """Flags of a dataclass and of those in it, and the beginnings that take any ending."""
+    known, open_ended = set(), []
+    for item in fields(config):
+        value, name = getattr(config, item.name), item.name.replace("_", "-")
+        if is_dataclass(value):
+            inner = _flags_of(value, f"{prefix}{name}.")
+            known |= inner[0]
+            open_ended += inner[1]
+        elif isinstance(value, dict):
+            open_ended.append(f"--{prefix}{name}")
+        else:
+            known.add(f"--{prefix}{name}")
+            if isinstance(value, bool):
+                known.add(f"--{prefix}no-{name}")
+    return known, open_ended
 
 
 def _flag(

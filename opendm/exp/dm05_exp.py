@@ -14,7 +14,7 @@ import tyro
 from opendm.data.config import DM05DataConfig
 from opendm.errors import ConfigError, OpenDMError
 from opendm.failure import record_failure
-from opendm.flags import choice_flag
+from opendm.flags import choice_flag, unknown_flag
 from opendm.infer.config import DM05InferenceConfig
 from opendm.model.dm05.config import DM05ModelConfig
 from opendm.model.dm05.dm05_lora import DM05LoraConfig
@@ -102,7 +102,11 @@ class DM05Exp:
 
 def parse(exp_type: type[DM05Exp], argv: Sequence[str] | None = None) -> DM05Exp:
     """The experiment that a command line describes; a wrong one exits with 2."""
-    return tyro.cli(exp_type, args=argv, description=exp_type.__doc__)
+    words = sys.argv[1:] if argv is None else argv
+    if problem := unknown_flag(exp_type(), words):
+        print(f"error: {problem}", file=sys.stderr)
+        sys.exit(ConfigError.exit_code)
+    return tyro.cli(exp_type, args=words, description=exp_type.__doc__)
 
 
 def run(exp: DM05Exp) -> int:

@@ -78,6 +78,27 @@ def test_a_typo_exits_2_and_names_what_was_meant(argv, hint, capsys):
     assert hint in (output.err + output.out).replace("\n│ ", " ")
 
 
+def test_an_unknown_flag_is_one_line(capsys):
+    with pytest.raises(SystemExit):
+        parse(DM05Exp, ["--trainer-config.num_train_step=3"])
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1
+    assert "did you mean --trainer-config.num-train-steps?" in error
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ["--trainer-config.lr-scheduler-kwargs.min-lr-rate", "0.2"],
+        ["--model-config.no-bf16"],
+        ["--trainer_config.num_train_steps", "3"],
+        ["--inference-config.image-prompts", "Head", "Left wrist"],
+    ],
+)
+def test_flags_in_every_spelling_are_known(argv):
+    parse(DM05Exp, argv)
+
+
 def test_the_configuration_layer_imports_no_framework(run_python):
     started = time.perf_counter()
     result = run_python(
