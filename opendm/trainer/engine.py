@@ -164,9 +164,7 @@ def clean_name(name: str) -> str:
 def gather_weights(model: nn.Module, *, keep: bool) -> dict[str, Tensor]:
     """All weights on the CPU of the ranks with ``keep``, one FSDP unit at a time.
 
-    Symptom cured: FSDP1's own full state dict crashes the process on a CPU (it frees the storage
-    that its no-op "copy to the CPU" still uses), and holds the whole model on every device. Can go
-    when torch's ``FlatParamHandle.to_cpu`` copies.
+    Torch's own full state dict holds the whole model on the device of rank 0 before it moves it.
     """
     if not isinstance(model, FullyShardedDataParallel):
         inner = model.module if isinstance(model, DistributedDataParallel) else model
