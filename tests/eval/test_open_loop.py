@@ -14,10 +14,10 @@ from opendm.eval.open_loop import (
     MeanError,
     OpenLoopErrors,
     evaluate_open_loop,
-    flatten,
     hold_last_state,
     name_dimensions,
 )
+from opendm.eval.run_record import flatten
 from opendm.infer.layout import PolicyLayout
 from opendm.model.dm05.tiny import build_tiny_checkpoint
 
