@@ -7,19 +7,12 @@ of a batch, ``H`` attention heads, ``K`` key/value heads, ``E`` head size.
 
 from typing import TypeAlias
 
-import numpy as np
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 Tokens: TypeAlias = Int[Tensor, "B L"]
 TokenMask: TypeAlias = Bool[Tensor, "B L"]
-Images: TypeAlias = Float[Tensor, "V 3 height width"]
 Actions: TypeAlias = Float[Tensor, "B T A"]
 ActionMask: TypeAlias = Bool[Tensor, "B #T A"]
 Time: TypeAlias = Float[Tensor, " B"]
 Loss: TypeAlias = Float[Tensor, " B"]
-Keys: TypeAlias = Float[Tensor, "B K L E"]
-
-StateVector: TypeAlias = Float[np.ndarray, " D"]
-ActionChunk: TypeAlias = Float[np.ndarray, "1 T D"]
-ChunkMask: TypeAlias = Bool[np.ndarray, "1 T D"]

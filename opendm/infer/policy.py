@@ -18,7 +18,7 @@ from opendm.data.dataset import Sample
 from opendm.data.episodes import check_vector
 from opendm.data.normalize import NormStatsFile
 from opendm.data.processor import image_size, load_processor
-from opendm.data.transforms.actions import ActionAbsolute
+from opendm.data.transforms.actions import ActionAbsolute, unpad_action
 from opendm.data.transforms.images import PixelTransform
 from opendm.data.transforms.normalization import Denormalize, Normalize
 from opendm.data.transforms.pipeline import Pipeline
@@ -176,7 +176,7 @@ class Policy:
             noise=noise,
             generator=generator,
         )
-        chunks = actions[..., : self.layout.action_dim].float().cpu().numpy()
+        chunks = unpad_action(actions.float().cpu().numpy(), self.layout.action_dim)
         return np.stack(
             [
                 self._robot_units(chunk, state, meta)

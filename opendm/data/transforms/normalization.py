@@ -21,8 +21,8 @@ def scale_and_offset(stats: NormStats, *, use_quantiles: bool) -> tuple[np.ndarr
     return stats.std + EPSILON, stats.mean
 
 
-def _is_erased(stats: NormStats, *, use_quantiles: bool) -> np.ndarray:
-    return (stats.q01 == 0) & (stats.q99 == 0) if use_quantiles else np.zeros(len(stats.mean), bool)
+def _is_erased(stats: NormStats) -> np.ndarray:
+    return (stats.q01 == 0) & (stats.q99 == 0)
 
 
 def normalize(
@@ -39,7 +39,7 @@ def normalize(
     if clip_to_bounds:
         x = np.clip(x, stats.q01, stats.q99)
     scaled = (x - offset) / scale * 2.0 - 1.0
-    return np.where(_is_erased(stats, use_quantiles=True), 0.0, scaled).astype(np.float32)
+    return np.where(_is_erased(stats), 0.0, scaled).astype(np.float32)
 
 
 def denormalize(x: np.ndarray, stats: NormStats, *, use_quantiles: bool = True) -> np.ndarray:
@@ -49,7 +49,7 @@ def denormalize(x: np.ndarray, stats: NormStats, *, use_quantiles: bool = True) 
     if not use_quantiles:
         return (x * scale + offset).astype(np.float32)
     raw = (x + 1.0) / 2.0 * scale + offset
-    return np.where(_is_erased(stats, use_quantiles=True), 0.0, raw).astype(np.float32)
+    return np.where(_is_erased(stats), 0.0, raw).astype(np.float32)
 
 
 class _ByRobot:
