@@ -78,6 +78,7 @@ def train(exp: "DM05Exp") -> None:
         engine=engine,
         train_dataset=dataset,
         data_collator=collator,
+        make_optimizer=exp.optimizer_config.build_optimizer,
         save_artifacts=save_artifacts,
         export_dtype=getattr(torch, exp.model_config.export_dtype),
     )

@@ -5,10 +5,11 @@ from typing import TYPE_CHECKING, Annotated
 
 from opendm.errors import ConfigError
 from opendm.flags import choice_flag
-from opendm.optimizer.selection import is_default_muon_parameter
+from opendm.optimizer.selection import is_default_muon_parameter, mark_muon_parameters
 
 if TYPE_CHECKING:
     from torch import nn
+    from torch.optim import Optimizer
 
 
 @dataclass
@@ -46,8 +47,6 @@ class DM05OptimizerConfig:
         Raises:
             ConfigError: names the flag, what was given and what is allowed.
         """
-        if self.optim == "muon_adamw":
-            raise ConfigError("--optimizer-config.optim muon_adamw is not available yet; use adamw")
         for flag, value, allowed in (
             ("base-lr", self.base_lr, 0 < self.base_lr < float("inf")),
             ("weight-decay", self.weight_decay, 0 <= self.weight_decay < float("inf")),
@@ -55,14 +54,51 @@ class DM05OptimizerConfig:
             ("adam-beta1", self.adam_beta1, 0 <= self.adam_beta1 < 1),
             ("adam-beta2", self.adam_beta2, 0 <= self.adam_beta2 < 1),
             ("adam-epsilon", self.adam_epsilon, 0 < self.adam_epsilon < float("inf")),
-        ):
+            ("muon-momentum", self.muon_momentum, 0 <= self.muon_momentum < 1),
+            ("muon-ns-steps", self.muon_ns_steps, self.muon_ns_steps >= 1),
+            ("muon-lr-scale", self.muon_lr_scale, 0 < self.muon_lr_scale < float("inf")),
+            ("muon-moonlight-coefficient", self.muon_moonlight_coefficient,
+             0 < self.muon_moonlight_coefficient < float("inf")),
+        ):  # fmt: skip
             if not allowed:
-                raise ConfigError(f"--optimizer-config.{flag} {value} is out of range; rates and "
-                                  "epsilon are positive, betas in [0, 1)")  # fmt: skip
+                raise ConfigError(f"--optimizer-config.{flag} {value} is out of range; rates, "
+                                  "scales and epsilon are positive, betas and momentum in [0, 1), "
+                                  "steps 1 or more")  # fmt: skip
 
     def should_use_muon(self, name: str, param: "nn.Parameter") -> bool:
-        """Hook: whether Muon gets this parameter."""
+        """Hook: whether Muon gets this parameter; ``param`` has the whole shape."""
         return is_default_muon_parameter(name, param)
 
     def prepare_model(self, model: "nn.Module") -> None:
-        """Hook: called before the model is sharded."""
+        """Hook: called before the model is sharded. Marks what Muon gets."""
+        if self.optim == "muon_adamw":
+            mark_muon_parameters(model, self.should_use_muon)
+
+    def build_optimizer(self, model: "nn.Module") -> "Optimizer":
+        """The optimizer of a model that is wrapped by its engine."""
+        import torch
+
+        from opendm.optimizer.muon_adamw import MuonAdamW
+
+        betas = (self.adam_beta1, self.adam_beta2)
+        if self.optim == "adamw":
+            return torch.optim.AdamW(
+                [p for p in model.parameters() if p.requires_grad],
+                lr=self.base_lr,
+                betas=betas,
+                eps=self.adam_epsilon,
+                weight_decay=self.weight_decay,
+            )
+        return MuonAdamW(
+            model,
+            lr=self.base_lr,
+            betas=betas,
+            eps=self.adam_epsilon,
+            weight_decay=self.weight_decay,
+            muon_momentum=self.muon_momentum,
+            muon_nesterov=self.muon_nesterov,
+            muon_ns_steps=self.muon_ns_steps,
+            muon_lr_scale=self.muon_lr_scale,
+            muon_moonlight_coefficient=self.muon_moonlight_coefficient,
+            predicate=self.should_use_muon,
+        )

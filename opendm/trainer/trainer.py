@@ -20,6 +20,7 @@ from tqdm import tqdm
 from transformers import PrinterCallback, ProgressCallback, Trainer, TrainingArguments
 
 from opendm.errors import OpenDMError
+from opendm.optimizer import MuonAdamW
 from opendm.trainer.engine import Engine, autocast, clean_name, gather_weights
 from opendm.trainer.metrics import MetricsFile, StepLosses
 from opendm.trainer.protocols import TrainableModel
@@ -40,6 +41,7 @@ class DMTrainer(Trainer):
         engine: how the model is wrapped and in what it computes.
         train_dataset: map-style dataset of samples.
         data_collator: samples to a batch.
+        make_optimizer: from the wrapped model to its optimizer.
         save_artifacts: writes into a folder what inference needs beside the weights.
         export_dtype: dtype of saved weights.
     """
@@ -52,15 +54,18 @@ class DMTrainer(Trainer):
         engine: Engine,
         train_dataset: Any,
         data_collator: Callable[..., dict[str, Any]],
+        make_optimizer: Callable[[nn.Module], torch.optim.Optimizer],
         save_artifacts: SaveArtifacts,
         export_dtype: torch.dtype,
     ) -> None:
         self.engine = engine
         self.trainable_model = model
+        self.make_optimizer = make_optimizer
         self.save_artifacts = save_artifacts
         self.export_dtype = export_dtype
         self._losses = StepLosses()
         self._data_wait_s = 0.0
+        self._num_dropped = 0
         self._step_started = time.perf_counter()
         self._metrics: MetricsFile | None = None
         self._progress: tqdm | None = None
@@ -102,19 +107,27 @@ class DMTrainer(Trainer):
         return autocast(self.engine)()
 
     def _clip_grad_norm(self, model: nn.Module) -> Tensor:
-        return self.engine.clip_grad_norm(model, self.args.max_grad_norm)
+        norm = self.engine.clip_grad_norm(model, self.args.max_grad_norm)
+        if not math.isfinite(norm):
+            self._drop_step(model)
+        return norm
 
-    def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
-        """AdamW over all trainable parameters in one group."""
+    def _drop_step(self, model: nn.Module) -> None:
+        """Leave weights and states as they are: the norm is the same on all ranks."""
+        for param in model.parameters():
+            param.grad = None
+        self._num_dropped += 1
+        logger.warning(
+            "step %d: the gradient is not finite; the step is dropped (%d so far)",
+            self.state.global_step + 1, self._num_dropped,
+        )  # fmt: skip
+
+    def create_optimizer(self, *_args: Any) -> torch.optim.Optimizer:
+        """The run's optimizer, made from the wrapped model."""
         if self.optimizer is None:
-            trainable = [p for p in (model or self.model).parameters() if p.requires_grad]
-            self.optimizer = torch.optim.AdamW(
-                trainable,
-                lr=self.args.learning_rate,
-                betas=(self.args.adam_beta1, self.args.adam_beta2),
-                eps=self.args.adam_epsilon,
-                weight_decay=self.args.weight_decay,
-            )
+            self.optimizer = self.make_optimizer(self.model_wrapped)
+            if isinstance(self.optimizer, MuonAdamW):
+                logger.info("optimizer: %s", self.optimizer.describe())
         return self.optimizer
 
     # Data
@@ -202,6 +215,7 @@ class DMTrainer(Trainer):
             "samples_per_s": samples / step_s,
             "step_s": step_s,
             "data_wait_s": wait_s,
+            "dropped_steps": self._num_dropped,
         })  # fmt: skip
         self._show_progress(loss, norm, samples / step_s)
 

@@ -46,7 +46,7 @@ def attempt(tiny_checkpoint, tmp_path, capsys):
         (["--optimizer-config.base-lr", "-1"], 2, "--optimizer-config.base-lr"),
         (["--optimizer-config.base-lr", "nan"], 2, "--optimizer-config.base-lr"),
         (["--data-config.jsonl-dir", "no/folder"], 3, "no/folder"),
-        (["--optimizer-config.optim", "muon_adamw"], 2, "not available yet"),
+        (["--optimizer-config.muon-momentum", "1"], 2, "muon-momentum 1.0 is out of range"),
         (["--use-lora", "True"], 2, "not available yet"),
         (["--task", "inference"], 2, "not available yet"),
         (["--inference-config.backend", "fast"], 2, "not available yet"),

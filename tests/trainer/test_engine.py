@@ -12,12 +12,23 @@ from opendm.trainer.engine import Engine, clean_name
 
 sys.path.insert(0, str(Path(__file__).parent))
 import workers
-from workers import fork_ranks, train_two_steps
+from ranks import fork_ranks
+from workers import train_two_steps
 
 
 @pytest.fixture(scope="module")
 def single():
     return train_two_steps(0, "single", 1)
+
+
+def assert_agrees(results, single):
+    for record, _, _ in results:
+        np.testing.assert_allclose(record, single[0], rtol=1e-5)
+    weights = results[0][2]
+    assert weights.keys() == single[2].keys()
+    for key, value in single[2].items():
+        np.testing.assert_allclose(weights[key], value, rtol=0, atol=5e-5, err_msg=key)
+    assert results[1][2] == {}
 
 
 @pytest.mark.parametrize(
@@ -26,14 +37,14 @@ def single():
 def test_loss_gradient_norm_and_weights_agree_with_one_process(
     name, checkpointing, single, tmp_path
 ):
-    results = fork_ranks(train_two_steps, name, 2, checkpointing, tmp_path=tmp_path)
-    for record, _, _ in results:
-        np.testing.assert_allclose(record, single[0], rtol=1e-5)
-    weights = results[0][2]
-    assert weights.keys() == single[2].keys()
-    for key, value in single[2].items():
-        np.testing.assert_allclose(weights[key], value, rtol=0, atol=5e-5, err_msg=key)
-    assert results[1][2] == {}
+    assert_agrees(fork_ranks(train_two_steps, name, 2, checkpointing, tmp_path=tmp_path), single)
+
+
+@pytest.mark.parametrize("name", ["ddp", "fsdp1"])
+def test_muon_agrees_with_one_process(name, tmp_path):
+    options = (False, None, 0, "muon_adamw")
+    single = train_two_steps(0, "single", 1, *options)
+    assert_agrees(fork_ranks(train_two_steps, name, 2, *options, tmp_path=tmp_path), single)
 
 
 def test_fsdp1_says_strategy_and_units(tmp_path):

@@ -1,55 +1,13 @@
 """What each process of a two-process engine test does. Imported by forked workers only."""
 
-import traceback
-from pathlib import Path
-
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
 
 from opendm.errors import EngineError
 from opendm.model.dm05.tiny import random_model, tiny_config
+from opendm.optimizer.config import DM05OptimizerConfig
 from opendm.trainer.engine import Engine, assert_fsdp1, broadcast_from_rank_0, gather_weights
-
-CONTEXT = mp.get_context("forkserver")
-# imported once, in a process without autograd threads, and forked from there
-CONTEXT.set_forkserver_preload(["opendm.model.dm05.tiny", "opendm.trainer.engine"])
-
-
-def fork_ranks(work, *arguments, tmp_path: Path, world_size: int = 2):
-    """Run ``work(rank, *arguments)`` in forked processes under gloo; results by rank.
-
-    ``work`` is a function of this module.
-    """
-    results = CONTEXT.SimpleQueue()
-    store = tmp_path / "store"
-    store.unlink(missing_ok=True)
-    processes = [
-        CONTEXT.Process(target=_rank, args=(work, arguments, rank, world_size, store, results))
-        for rank in range(world_size)
-    ]
-    for process in processes:
-        process.start()
-    collected = dict(results.get() for _ in processes)
-    for process in processes:
-        process.join(60)
-    for rank, value in sorted(collected.items()):
-        if isinstance(value, str) and value.startswith("Traceback"):
-            raise AssertionError(f"rank {rank}: {value}")
-    return [collected[rank] for rank in range(world_size)]
-
-
-def _rank(work, arguments, rank, world_size, store, results):
-    torch.set_num_threads(1)
-    try:
-        dist.init_process_group(
-            "gloo", store=dist.FileStore(str(store), world_size), rank=rank, world_size=world_size
-        )
-        results.put((rank, work(rank, *arguments)))
-        dist.destroy_process_group()
-    except BaseException:
-        results.put((rank, traceback.format_exc()))
 
 
 def small_model(seed=0):
@@ -71,7 +29,9 @@ def small_batch(rows):
     }
 
 
-def train_two_steps(rank, name, world_size, checkpointing=False, compute_dtype=None, seed=0):
+def train_two_steps(
+    rank, name, world_size, checkpointing=False, compute_dtype=None, seed=0, optim="adamw"
+):
     """Loss and gradient norm of two steps, the description, and the gathered weights."""
     model = small_model(seed).train()
     model.enable_gradient_checkpointing(
@@ -80,7 +40,8 @@ def train_two_steps(rank, name, world_size, checkpointing=False, compute_dtype=N
     engine = Engine(name, torch.device("cpu"), compute_dtype)
     wrapped = engine.wrap(model, model.fsdp_wrap_modules())
     engine.assert_got(wrapped)
-    optimizer = torch.optim.AdamW([p for p in wrapped.parameters() if p.requires_grad], lr=1e-3)
+    config = DM05OptimizerConfig(optim=optim, base_lr=1e-3, weight_decay=0.01)
+    optimizer = config.build_optimizer(wrapped)
     batch = small_batch(4)
     mine = {key: value[rank::world_size] for key, value in batch.items()}
     record = []
