@@ -40,6 +40,14 @@ class MuonPiece:
         """Where the piece lies."""
         return local(self.param).device
 
+    def check_gradient(self) -> None:
+        """Refuse a gradient of another size.
+
+        Raises:
+            ConfigError: as ``local_gradient``.
+        """
+        local_gradient(self.param)
+
     def reconcile(self) -> None:
         """Let the master follow weights that were changed from outside."""
         state = self.optimizer.state[self.param]

@@ -62,6 +62,7 @@ class ShardedMuon:
     def begin(self) -> None:
         """Send the first bucket's directions off."""
         for piece in self._pieces:
+            piece.check_gradient()  # before any transfer: an error must not leave others waiting
             piece.reconcile()
         self._counts_missing = self._options.missing_grad == "zero" and any(
             piece.param.grad is not None for piece in self._pieces

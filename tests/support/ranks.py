@@ -1,12 +1,15 @@
 """Work in several forked processes under gloo: torch is imported once and forked from there."""
 
 import traceback
+from datetime import timedelta
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+TIMEOUT = timedelta(seconds=60)
+"""After which a rank that waits for another fails instead of hanging."""
 CONTEXT = mp.get_context("forkserver")
 # imported once, in a process without autograd threads, and forked from there
 CONTEXT.set_forkserver_preload(
@@ -41,7 +44,11 @@ def _rank(work, arguments, rank, world_size, store, results):
     torch.set_num_threads(1)
     try:
         dist.init_process_group(
-            "gloo", store=dist.FileStore(str(store), world_size), rank=rank, world_size=world_size
+            "gloo",
+            timeout=TIMEOUT,
+            store=dist.FileStore(str(store), world_size),
+            rank=rank,
+            world_size=world_size,
         )
         results.put((rank, work(rank, *arguments)))
         dist.destroy_process_group()
