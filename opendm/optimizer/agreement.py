@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 import torch.distributed as dist
 
@@ -29,15 +29,34 @@ def gather_intervals(
     """The interval of every matrix on every rank, by rank; the same on all of them.
 
     Raises:
-        ConfigError: the ranks name different matrices; on every rank with the same message.
+        ConfigError: the ranks name different matrices, or one has failed; on every rank with the
+            same message.
     """
-    gathered: list[Any] = [list(claims)]
-    if group is not None:
-        gathered *= dist.get_world_size(group)
-        dist.all_gather_object(gathered, list(claims), group=group)
+    gathered = _gather(list(claims), group)
     _check_same_matrices(gathered)
     by_matrix = [_resolve(pieces) for pieces in zip(*gathered, strict=True)]
     return [list(by_rank) for by_rank in zip(*by_matrix, strict=True)]
+
+
+def fail_together(error: ConfigError, group: dist.ProcessGroup | None) -> NoReturn:
+    """Raise an error on all ranks: the others may be waiting for this one's claims.
+
+    Raises:
+        ConfigError: that of the first rank that has one.
+    """
+    _gather(str(error), group)
+    raise error
+
+
+def _gather(mine: list[Claim] | str, group: dist.ProcessGroup | None) -> list[list[Claim]]:
+    gathered: list[Any] = [mine]
+    if group is not None:
+        gathered *= dist.get_world_size(group)
+        dist.all_gather_object(gathered, mine, group=group)
+    for claims_or_error in gathered:
+        if isinstance(claims_or_error, str):
+            raise ConfigError(claims_or_error)
+    return gathered
 
 
 def _check_same_matrices(gathered: Sequence[Sequence[Claim]]) -> None:

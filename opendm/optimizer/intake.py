@@ -1,7 +1,7 @@
 """From a model, named parameters or ready groups to the groups of the optimizer."""
 
-from collections.abc import Iterable, Iterator
-from typing import Any, TypeGuard
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -21,8 +21,22 @@ NamedParameters = Iterable[tuple[str, nn.Parameter]]
 Group = dict[str, Any]
 
 
+def every_parameter(params: nn.Module | Sequence[Any]) -> Iterator[nn.Parameter]:
+    """All parameters in what was given, in any of its three forms."""
+    if isinstance(params, nn.Module):
+        yield from params.parameters()
+        return
+    for item in params:
+        if isinstance(item, nn.Parameter):
+            yield item
+        elif isinstance(item, tuple):
+            yield item[1]
+        elif isinstance(item, dict) and not isinstance(item["params"], torch.Tensor):
+            yield from every_parameter(list(item["params"]))
+
+
 def parameter_groups(
-    params: nn.Module | NamedParameters | Iterable[Group],
+    params: nn.Module | Sequence[Any],
     locator: Locator,
     predicate: Predicate | None,
 ) -> list[Group]:
@@ -34,13 +48,12 @@ def parameter_groups(
     if isinstance(params, nn.Module):
         groups = _split(params.named_parameters(), locator, predicate)
     else:
-        items = list(params)
-        if not items:
+        if not params:
             raise ConfigError("no parameters were given; give a model or its named_parameters()")
-        if _are_groups(items):
-            groups = [_named_group(group, number) for number, group in enumerate(items)]
-        elif all(isinstance(item, tuple) for item in items):
-            groups = _split(items, locator, predicate)  # type: ignore[arg-type]
+        if all(isinstance(item, dict) for item in params):
+            groups = [_named_group(group, number) for number, group in enumerate(params)]
+        elif all(isinstance(item, tuple) for item in params):
+            groups = _split(params, locator, predicate)
         else:
             raise ConfigError(
                 "MuonAdamW cannot tell matrices by parameters without names; give the model, "
@@ -52,10 +65,6 @@ def parameter_groups(
         if not param.is_floating_point():
             raise ConfigError(f"Muon cannot take {name} of {param.dtype}; it takes real numbers")
     return [group for group in groups if group["params"]]
-
-
-def _are_groups(items: list[Any]) -> TypeGuard[list[Group]]:
-    return all(isinstance(item, dict) for item in items)
 
 
 def _split(named: NamedParameters, locator: Locator, predicate: Predicate | None) -> list[Group]:

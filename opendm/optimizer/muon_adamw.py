@@ -9,9 +9,14 @@ from torch import Tensor, nn
 
 from opendm.errors import ConfigError
 from opendm.optimizer.adamw_step import step_adamw
-from opendm.optimizer.agreement import Claim, gather_intervals
+from opendm.optimizer.agreement import Claim, fail_together, gather_intervals
 from opendm.optimizer.exchange import warm_up
-from opendm.optimizer.intake import Group, NamedParameters, parameter_groups
+from opendm.optimizer.intake import (
+    Group,
+    NamedParameters,
+    every_parameter,
+    parameter_groups,
+)
 from opendm.optimizer.masters import needs_master
 from opendm.optimizer.muon_piece import MuonPiece
 from opendm.optimizer.newton_schulz import NsDtype
@@ -93,8 +98,12 @@ class MuonAdamW(torch.optim.Optimizer):
     ) -> None:
         _check_choice("ns_dtype", ns_dtype, get_args(NsDtype))
         _check_choice("missing_grad", missing_grad, ("skip", "zero"))
+        given = params if isinstance(params, nn.Module) else list(params)
         locator = Locator(params if isinstance(params, nn.Module) else None, process_group)
-        groups = parameter_groups(params, locator, predicate)
+        try:
+            groups = parameter_groups(given, locator, predicate)
+        except ConfigError as error:
+            fail_together(error, locator.any_group(every_parameter(given)))
         defaults = {
             "lr": lr,
             "betas": betas,

@@ -5,7 +5,7 @@ positions in private attributes of flat parameters; ``tests/optimizer/test_shard
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeGuard
 
@@ -63,9 +63,9 @@ def local_gradient(param: nn.Parameter) -> torch.Tensor | None:
         return local(grad)
     if grad.shape != param.shape:
         raise ConfigError(
-            f"a gradient of shape {tuple(grad.shape)} stands at a parameter of shape "
-            f"{tuple(param.shape)}: FSDP's no_sync leaves gradients unsharded. Run the last "
-            "backward pass before step() outside no_sync"
+            f"a gradient of shape {tuple(grad.shape)} stands at a shard of another shape: FSDP's "
+            "no_sync leaves gradients unsharded. Run the last backward pass before step() outside "
+            "no_sync"
         )
     return grad
 
@@ -101,6 +101,17 @@ class Locator:
         if model is not None and is_distributed():
             self._known.update(_ddp_placements(model))
             self._known.update(_fsdp1_placements(model))
+
+    def any_group(self, params: Iterable[nn.Parameter]) -> dist.ProcessGroup | None:
+        """The process group of the first of these parameters that has one."""
+        for param in params:
+            try:
+                group = self.locate("", param).group
+            except ConfigError:
+                continue
+            if group is not None:
+                return group
+        return None
 
     def locate(self, name: str, param: nn.Parameter) -> Placement:
         """The placement of one parameter.

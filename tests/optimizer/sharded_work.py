@@ -349,6 +349,9 @@ def refusals(rank, blocks):
     hidden = FullyShardedDataParallel(build(blocks), device_id=torch.device("cpu"))
     said["hidden"] = message_of(lambda: MuonAdamW(hidden, predicate=is_matrix))
     said["nothing"] = message_of(lambda: MuonAdamW(model, predicate=lambda n, p: False))
+    said["one rank selects nothing"] = message_of(
+        lambda: MuonAdamW(model, predicate=lambda n, p: p.ndim == 2 and rank != 2)
+    )
     said["lonely matrix"] = message_of(
         lambda: MuonAdamW(model, predicate=lambda n, p: p.ndim == 2 and (rank == 0 or "0.l" in n))
     )
@@ -360,9 +363,7 @@ def refusals(rank, blocks):
     bare = wrap(build(blocks), "fsdp1")
     named = list(bare.named_parameters())
     for _, param in named:
-        if param.numel():
-            vars(param)["_opendm_muon_shape"] = (1000, 1000)
-            vars(param)["_opendm_muon_name"] = "layers.weight"
+        vars(param)["_opendm_muon_shape"] = (1000, 1000)
     said["incomplete"] = message_of(lambda: MuonAdamW(named[:1]))
     return said
 

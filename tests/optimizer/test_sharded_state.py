@@ -79,6 +79,7 @@ def test_refusals_say_the_same_on_every_rank_and_what_to_do(tmp_path):
         "no_sync": ("outside no_sync",),
         "hidden": ("use_orig_params=True",),
         "nothing": ("predicate=is_hidden_matrix",),
+        "one rank selects nothing": ("predicate=is_hidden_matrix",),
         "lonely matrix": ("do not agree", "by name"),
         "strided": ("0.layers.2.weight", "Shard"),
         "incomplete": ("cannot be put together", "1000x1000"),
