@@ -1,13 +1,12 @@
 """The plain implementation that the speed of MuonAdamW is compared with does what it says."""
 
-import multiprocessing
 import sys
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
+from ranks import fork_ranks
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy, fully_shard
@@ -15,9 +14,6 @@ from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy, f
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks" / "optimizer"))
 
 from straightforward import StraightforwardMuonAdamW, matrix_shapes
-
-# the fork server loads torch once for all the processes of this file
-multiprocessing.get_context("forkserver").set_forkserver_preload(["torch.distributed.fsdp"])
 
 STEPS = 3
 OPTIONS = {"lr": 0.05, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
@@ -90,11 +86,8 @@ def wrap(model, engine):
     )
 
 
-def train_one_rank(rank, engine, world_size, folder):
+def train_one_rank(rank, engine):
     """Give each rank its slice of the gradients through a real backward pass."""
-    torch.set_num_threads(1)
-    store = dist.FileStore(f"{folder}/store", world_size)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
     model = small_model()
     shapes = matrix_shapes(model, is_matrix)
     model = wrap(model, engine)
@@ -108,9 +101,7 @@ def train_one_rank(rank, engine, world_size, folder):
     else:
         with FullyShardedDataParallel.summon_full_params(model):
             result = {name: param.clone() for name, param in model.named_parameters()}
-    if rank == 0:
-        torch.save({name: param.detach() for name, param in result.items()}, f"{folder}/result")
-    dist.destroy_process_group()
+    return {name: param.detach().numpy() for name, param in result.items()}
 
 
 def inputs(step):
@@ -129,9 +120,7 @@ def test_sharded_equals_one_process(engine, world_size, tmp_path):
         model(inputs(step)).square().sum().backward()
         optimizer.step()
 
-    arguments = (engine, world_size, str(tmp_path))
-    mp.start_processes(train_one_rank, arguments, world_size, start_method="forkserver")
-
-    result = torch.load(tmp_path / "result")
-    for name, expected in model.named_parameters():
-        torch.testing.assert_close(result[name], expected.detach(), rtol=1e-4, atol=1e-5)
+    for result in fork_ranks(train_one_rank, engine, tmp_path=tmp_path, world_size=world_size):
+        for name, expected in model.named_parameters():
+            whole = torch.from_numpy(result[name])
+            torch.testing.assert_close(whole, expected.detach(), rtol=1e-4, atol=1e-5)
