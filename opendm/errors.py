@@ -27,3 +27,15 @@ class EngineError(OpenDMError):
     """The run did not get the distributed engine that it asked for."""
 
     exit_code = 4
+
+
+class NonFiniteError(OpenDMError):
+    """Losses or gradients were not finite, so that the run had to stop."""
+
+    exit_code = 5
+
+
+class Interrupted(OpenDMError):  # noqa: N818 - nothing is wrong
+    """A signal stopped the run; what it had reached is saved, and a new start continues."""
+
+    exit_code = 75  # EX_TEMPFAIL of sysexits.h: schedulers may start the job again

@@ -1,32 +1,31 @@
 """Start the ranks of one node; end with the exit code and the reason of the first that failed.
 
-They run under torch's elastic agent, as with ``torchrun``, but without its traceback and with time
-to save after a signal.
+They run under torch's elastic agent, as with ``torchrun``, but without its traceback, with time to
+save after a signal, and with the rank named at which a failure began.
 """
 
 import argparse
 import logging
-import math
 import os
 import signal
 import socket
 import sys
 import tempfile
-import time
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from pathlib import Path
-from types import FrameType
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from opendm import runtime
-from opendm.errors import ConfigError
+from opendm.errors import ConfigError, Interrupted
+from opendm.failure import phase_of
 
-PREEMPTED = 75  # EX_TEMPFAIL of sysexits.h: saved, safe to start again
+if TYPE_CHECKING:
+    from opendm.rank_agent import RankAgent
+
+PREEMPTED = Interrupted.exit_code
 DEFAULT_MASTER_PORT = 29500
 RENDEZVOUS_TIMEOUT_S = 600
 NO_REASON = "it recorded no reason; see its output"
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 
 
 class RankEnd(NamedTuple):
@@ -36,6 +35,8 @@ class RankEnd(NamedTuple):
     status: int
     reason: str
     moment_s: float
+    phase: str = ""
+    is_consequence: bool = False  # of another rank's end
 
 
 def rank_environment(environ: Mapping[str, str]) -> dict[str, str]:
@@ -52,79 +53,54 @@ def verdict(ended: Sequence[RankEnd], stopped_by: signal.Signals | None) -> tupl
     """The exit code, and the line to print, of ranks that did not end with 0."""
     own = [end for end in ended if end.status > 0]
     if stopped_by is None:
-        first = min(ended, key=lambda end: end.moment_s)
-        status, verb = first.status, "failed"
+        first = min(ended, key=_order)
+        status, verb = first.status, "stopped" if first.status == PREEMPTED else "failed"
     else:  # a rank that could not save decides: the job must not look safe to start again
-        first = min(own or ended, key=lambda end: (end.status == PREEMPTED, end.moment_s))
+        first = min(own or ended, key=lambda end: (end.status == PREEMPTED, *_order(end)))
         status, verb = (first.status if own else -stopped_by), f"stopped after {stopped_by.name}"
-    code = status if status > 0 else 128 - status
-    return code, f"rank {first.rank} {verb} (exit code {code}): {first.reason}"
+    code = (status or 1) if status >= 0 else 128 - status
+    during = f" during {first.phase}" if first.phase else ""
+    return code, f"rank {first.rank} {verb}{during} (exit code {code}): {first.reason}"
+
+
+def _order(end: RankEnd) -> tuple[bool, float]:
+    return end.is_consequence, end.moment_s
 
 
 def run_ranks(spec: Any, grace_s: int) -> tuple[int, str]:
     """Run until every rank has ended; returns the exit code and the line to print, if any."""
-    from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
-    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
-
-    class RankAgent(LocalElasticAgent):
-        """Overrides what torch documents for subclasses, alike in torch 2.11 and 2.14."""
-
-        asked_by: signal.Signals | None = None
-        stopped_by: signal.Signals | None = None
-        looks_s = (0.0, 0.0)  # when the ranks were looked at, the last two times
-        failed_first: tuple[int, ...] = ()  # local ranks; the agent then stops the others
-        alive: tuple[int, ...] = ()  # process groups
-
-        def _start_workers(self, worker_group: Any) -> dict[int, Any]:
-            for signum in STOP_SIGNALS:
-                if signum != signal.SIGHUP or signal.getsignal(signum) != signal.SIG_IGN:  # nohup
-                    signal.signal(signum, self._note_signal)
-            pids = super()._start_workers(worker_group)
-            self.alive = tuple(pids.values())
-            return pids
-
-        def _note_signal(self, signum: int, _frame: FrameType | None) -> None:
-            if self.asked_by is None:  # a second signal does not interrupt the saving
-                self.asked_by = signal.Signals(signum)
-                _say(f"{self.asked_by.name}: the ranks have {grace_s} s to save and exit")
-
-        def _monitor_workers(self, worker_group: Any) -> Any:
-            context: Any = self._pcontext
-            processes = {i: h.proc for i, h in context.subprocess_handlers.items()}
-            if self.asked_by is not None:
-                self.stopped_by = self.asked_by
-                context.close(self.stopped_by, grace_s)
-            self.looks_s = (self.looks_s[1], time.time())
-            self.failed_first = tuple(i for i, process in processes.items() if process.poll())
-            result = super()._monitor_workers(worker_group)
-            if result.state.name != "HEALTHY":
-                _kill_groups(self.alive)  # what a rank leaves behind, such as data loader workers
-            self.alive = tuple(p.pid for p in processes.values() if p.returncode is None)
-            return result
+    from opendm.rank_agent import RankAgent
 
     with tempfile.TemporaryDirectory(prefix="opendm_launch_") as log_dir:
-        agent = RankAgent(spec, DefaultLogsSpecs(log_dir=log_dir))
-        ended = [_end(rank, failure, agent) for rank, failure in agent.run().failures.items()]
+        agent = RankAgent(spec, log_dir, grace_s=grace_s, say=_say)
+        failures = agent.run().failures
+        ended = [_end(rank, failure, agent) for rank, failure in failures.items()]
+        for i, reason in agent.silent.items():
+            rank = agent.get_worker_group().workers[i].global_rank
+            if rank not in failures:
+                ended.append(RankEnd(rank, 0, reason, agent.looks_s[0], _phase(i, agent)))
     return verdict(ended, agent.stopped_by) if ended else (0, "")
 
 
-def _end(rank: int, failure: Any, agent: Any) -> RankEnd:
+def _phase(local_rank: int, agent: "RankAgent") -> str:
+    return phase_of(agent.error_file(local_rank))
+
+
+def _end(rank: int, failure: Any, agent: "RankAgent") -> RankEnd:
+    i, status, phase = failure.local_rank, failure.exitcode, _phase(failure.local_rank, agent)
     if isinstance(failure.message, dict):
         reason = " ".join(failure.message["message"].split())
-        recorded_s = failure.message["extraInfo"].get("time_s", failure.timestamp)
-        return RankEnd(rank, failure.exitcode, reason, recorded_s)
+        details = failure.message["extraInfo"]
+        recorded_s = details.get("time_s", failure.timestamp)
+        code = failure.message.get("errorCode", status)
+        return RankEnd(rank, code, reason, recorded_s, phase, details.get("lost_contact", False))
+    if i in agent.silent:
+        return RankEnd(rank, status, agent.silent[i], agent.looks_s[0], phase)
     # An abort follows the failure of another rank more often than it causes one.
-    moment_s = agent.looks_s[failure.exitcode == -signal.SIGABRT]
-    if agent.failed_first and failure.local_rank not in agent.failed_first:
-        moment_s = math.inf
-    reason = f"killed by {failure.signal_name()}" if failure.exitcode < 0 else NO_REASON
-    return RankEnd(rank, failure.exitcode, reason, moment_s)
-
-
-def _kill_groups(leaders: Sequence[int]) -> None:
-    for leader in leaders:
-        with suppress(ProcessLookupError):
-            os.killpg(leader, signal.SIGKILL)
+    moment_s = agent.looks_s[status == -signal.SIGABRT]
+    reason = f"killed by {failure.signal_name()}" if status < 0 else NO_REASON
+    we_stopped_it = bool(agent.failed_first) and i not in agent.failed_first
+    return RankEnd(rank, status, reason, moment_s, phase, we_stopped_it)
 
 
 def launch(options: argparse.Namespace, grace_s: int) -> int:

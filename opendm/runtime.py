@@ -1,7 +1,9 @@
 """Facts about this process: its rank, its environment, how it logs. Nothing else reads them."""
 
+import faulthandler
 import logging
 import os
+import signal
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -12,6 +14,8 @@ VALIDATE_ONLY_VARIABLE = "OPENDM_VALIDATE_ONLY"
 DATA_PATH_VARIABLE = "OPENDM_DATA_PATH"
 WANDB_PROJECT_VARIABLE = "WANDB_PROJECT"
 WANDB_DISABLED_VARIABLE = "WANDB_DISABLED"
+COLLECTIVE_TIMEOUT_VARIABLE = "OPENDM_COLLECTIVE_TIMEOUT_S"
+COLLECTIVE_TIMEOUT_S = 1800
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,6 +25,7 @@ class Runtime:
     rank: int = 0
     local_rank: int = 0
     world_size: int = 1
+    ranks_per_node: int = 1
 
     @classmethod
     def from_env(cls, env: Mapping[str, str] | None = None) -> "Runtime":
@@ -30,6 +35,7 @@ class Runtime:
             rank=_integer(env, "RANK", 0),
             local_rank=_integer(env, "LOCAL_RANK", 0),
             world_size=_integer(env, "WORLD_SIZE", 1),
+            ranks_per_node=_integer(env, "LOCAL_WORLD_SIZE", 1),
         )
 
     @property
@@ -51,6 +57,16 @@ def data_paths() -> list[str]:
 def validate_only() -> bool:
     """Whether an experiment shall check its configuration and stop (the launcher asks for it)."""
     return os.environ.get(VALIDATE_ONLY_VARIABLE, "") not in ("", "0")
+
+
+def collective_timeout_s() -> int:
+    """Seconds that a rank waits for the others (``OPENDM_COLLECTIVE_TIMEOUT_S``)."""
+    return _integer(os.environ, COLLECTIVE_TIMEOUT_VARIABLE, COLLECTIVE_TIMEOUT_S)
+
+
+def show_stacks_on_signal() -> None:
+    """On SIGUSR2, which the launcher sends to a rank that hangs, print every thread's stack."""
+    faulthandler.register(signal.SIGUSR2)
 
 
 def enable_wandb(project: str) -> None:

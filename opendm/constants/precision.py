@@ -10,7 +10,8 @@ BF16_MIXED_PRECISION_POLICY: Final = "bf16_mixed"
 FP32_MIXED_PRECISION_POLICY: Final = "fp32_mixed"
 PRECISION_POLICIES: Final = (BF16_MIXED_PRECISION_POLICY, FP32_MIXED_PRECISION_POLICY)
 
-# Of fp32_mixed: weights are stored in float32, autocast computes in bfloat16, FSDP casts nothing.
+# Of fp32_mixed: weights are stored in float32, autocast computes in bfloat16, FSDP casts nothing,
+# and what autocast leaves in float32 is not rounded to TF32 either.
 MODEL_DTYPE: Final = "float32"
 COMPUTE_DTYPE: Final = "bfloat16"
 FSDP_MIXED_PRECISION: Final = "fp32"

@@ -3,16 +3,18 @@
 Importing this module imports no framework; methods do when they are called.
 """
 
+import inspect
 import logging
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from opendm.constants.robot import ActionMode, desc_value
-from opendm.data.dataset import JsonlDataset
-from opendm.data.episodes import fingerprint
+from opendm.data.dataset import JsonlDataset, Transform
+from opendm.data.episodes import find_episodes, fingerprint
 from opendm.data.norm_stats_job import compute_norm_stats, norm_stats_name, robot_name
 from opendm.data.normalize import NormStatsFile
+from opendm.data.val_split import Split, select_split
 from opendm.dataset.register import dataset_fields
 from opendm.errors import ConfigError, DataError
 from opendm.flags import enum_flag
@@ -49,6 +51,8 @@ class DM05DataConfig:
     """Write the state into the prompt."""
     is_history: bool = False
     """Show the model earlier frames of the first camera."""
+    val_episodes: int = 0
+    """Episodes held out of training for --trainer-config.eval-steps; the same ones in every run."""
     allow_outside_root: bool = False
     """Allow image paths that leave the image folder."""
 
@@ -75,6 +79,10 @@ class DM05DataConfig:
             raise ConfigError(
                 f"--data-config.compute-norm-stats-max-batches {limit} is too small; give 1 or "
                 "more, or None for all"
+            )
+        if self.val_episodes < 0:
+            raise ConfigError(
+                f"--data-config.val-episodes {self.val_episodes} is too small; give 0 or more"
             )
         info = self._dataset_info()
         if self.is_history and not info.get("fps"):
@@ -105,16 +113,21 @@ class DM05DataConfig:
         return Path(self.norm_stats_root) / name
 
     def build_norm_stats_dataset(self, chunk_size: int) -> JsonlDataset:
-        """Samples of states and actions only; no image is opened."""
+        """Samples of states and actions only; no image is opened, and no held-out episode."""
+        return self._split_dataset(self.action_transform(chunk_size), "train")
+
+    def _split_dataset(self, transforms: Transform, split: Split) -> JsonlDataset:
         info = self._dataset_info()
-        transform = self.action_transform(chunk_size)
-        return JsonlDataset(info["jsonl_dir"], transform, self.dataset_name, info)
+        folder = info["jsonl_dir"]
+        episodes = select_split(find_episodes(folder), folder, self.val_episodes, split)
+        return JsonlDataset(folder, transforms, self.dataset_name, info, episodes)
 
     def compute_norm_stats(self, chunk_size: int) -> Path:
         """Make sure that the statistics file exists and fits, and return its path.
 
         A file that was computed from other data or settings is replaced; one of the public
-        framework, which does not say what it was computed from, is used as it is.
+        framework, which does not say what it was computed from, is used as it is. Held-out
+        episodes are not counted, so that nothing of them reaches training.
         """
         path = self.norm_stats_path(chunk_size)
         origin = self._norm_stats_origin(chunk_size)
@@ -124,7 +137,8 @@ class DM05DataConfig:
                 logger.info("statistics %s do not name their source; used as they are", path)
             if not found or found == origin:
                 return path
-            changed = [key for key in origin if origin[key] != found.get(key)]
+            keys = {**origin, **found}
+            changed = [key for key in keys if origin.get(key) != found.get(key)]
             logger.info("statistics %s have another %s; computed again", path, ", ".join(changed))
         stats = compute_norm_stats(
             self.build_norm_stats_dataset(chunk_size),
@@ -139,7 +153,7 @@ class DM05DataConfig:
         """All that the statistics depend on, as the file's ``opendm`` entry."""
         info = self._dataset_info()
         desc = info.get("state_desc")
-        return {
+        origin = {
             "fingerprint": fingerprint(info["jsonl_dir"]),
             "action_mode": self.action_mode.value,
             "action_horizon": chunk_size,
@@ -148,6 +162,7 @@ class DM05DataConfig:
             "default_robot_type": self.norm_stats_default_robot_type,
             "state_desc": None if desc is None else [desc_value(part) for part in desc],
         }
+        return {**origin, "val_episodes": self.val_episodes} if self.val_episodes else origin
 
     def image_pipeline(self, image_size: int) -> "TransformPipeline":
         """What is done to each picture; benchmarks override it."""
@@ -155,11 +170,18 @@ class DM05DataConfig:
 
         return TrainingTransformPipeline(image_size)
 
-    def build_transforms(self, processor: Any, chunk_size: int, max_length: int) -> "Pipeline":
-        """From a frame to the model's inputs; the statistics file must exist."""
+    def build_transforms(
+        self, processor: Any, chunk_size: int, max_length: int, *, augment: bool = True
+    ) -> "Pipeline":
+        """From a frame to the model's inputs; the statistics file must exist.
+
+        Without ``augment`` pictures are treated as by a policy, whatever ``image_pipeline`` does.
+        """
         from opendm.data import transforms as t
+        from opendm.data.augmentations import NoAugmentationPipeline
         from opendm.data.processor import image_size
 
+        make_pixels = self.image_pipeline if augment else NoAugmentationPipeline
         info = self._dataset_info()
         folder, keys = info["image_dir"], info["image_keys"]
         outside = self.allow_outside_root
@@ -168,7 +190,7 @@ class DM05DataConfig:
             self.action_transform(chunk_size),
             t.LoadImages(keys, folder, allow_outside_root=outside),
             *(history if self.is_history else []),
-            t.PixelTransform(self.image_pipeline(image_size(processor))),
+            t.PixelTransform(make_pixels(image_size(processor))),
             t.Normalize(self.norm_stats_path(chunk_size), ("state", "action")),
             t.ChatTokenization(
                 processor,
@@ -181,11 +203,32 @@ class DM05DataConfig:
             t.PadAction(),
         ])  # fmt: skip
 
-    def build_dataset(self, processor: Any, chunk_size: int, max_length: int) -> JsonlDataset:
-        """Samples ready for :meth:`build_collator`."""
-        info = self._dataset_info()
-        transforms = self.build_transforms(processor, chunk_size, max_length)
-        return JsonlDataset(info["jsonl_dir"], transforms, self.dataset_name, info)
+    def build_dataset(
+        self, processor: Any, chunk_size: int, max_length: int, *, split: Split = "train"
+    ) -> JsonlDataset:
+        """Samples ready for :meth:`build_collator`: of training, or of the held-out episodes.
+
+        Raises:
+            ConfigError: there are no such episodes.
+        """
+        augment = split == "train"
+        transforms = self.build_transforms(processor, chunk_size, max_length, augment=augment)
+        return self._split_dataset(transforms, split)
+
+    def build_val_dataset(self, processor: Any, chunk_size: int, max_length: int) -> JsonlDataset:
+        """The held-out samples of :meth:`build_dataset`, which a subclass may override.
+
+        Raises:
+            ConfigError: the overriding ``build_dataset`` does not take ``split``.
+        """
+        parameters = inspect.signature(self.build_dataset).parameters.values()
+        if not any(p.name == "split" or p.kind is p.VAR_KEYWORD for p in parameters):
+            raise ConfigError(
+                "--trainer-config.eval-steps needs held-out samples, and build_dataset of "
+                f"{type(self).__name__} does not take split; add split='train' to its parameters "
+                "and return other samples for 'val', or set eval-steps to 0"
+            )
+        return self.build_dataset(processor, chunk_size, max_length, split="val")
 
     def build_collator(self, processor: Any, max_length: int) -> "TrainingCollator":
         """From samples to a batch."""

@@ -1,11 +1,11 @@
 """``JsonlDataset``: one sample per frame of every episode of a folder."""
 
 from bisect import bisect_right
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate
 from typing import Any, Final
 
-from opendm.data.episodes import find_episodes, location, parse_frame, read_lines
+from opendm.data.episodes import Episode, find_episodes, location, parse_frame, read_lines
 from opendm.errors import DataError
 
 Sample = dict[str, Any]
@@ -26,6 +26,7 @@ class JsonlDataset:
         transforms: takes and returns a sample; None leaves it as it is.
         dataset_name: name for messages.
         dataset_meta: the registration's fields.
+        episodes: of the folder, those to sample; None takes all.
     """
 
     def __init__(
@@ -34,13 +35,14 @@ class JsonlDataset:
         transforms: Transform | None = None,
         dataset_name: str | None = None,
         dataset_meta: Mapping[str, Any] | None = None,
+        episodes: Sequence[Episode] | None = None,
     ) -> None:
         self.jsonl_dir = jsonl_dir
         self.transforms = transforms
         self.dataset_name = dataset_name or jsonl_dir
         meta = {} if dataset_meta is None else dataset_meta
         self.meta_data = {key: value for key, value in meta.items() if key not in NOT_META}
-        self.episodes = find_episodes(jsonl_dir)
+        self.episodes = find_episodes(jsonl_dir) if episodes is None else episodes
         self._ends = list(accumulate(episode.num_samples for episode in self.episodes))
 
     def __len__(self) -> int:

@@ -2,59 +2,78 @@
 
 import json
 import logging
-import platform
-import shutil
-from collections.abc import Callable
-from dataclasses import asdict
-from enum import Enum
-from importlib.metadata import version
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
 import torch.distributed as dist
 import transformers
+from torch import nn
 
+import opendm
 from opendm.constants.precision import BF16_MIXED_PRECISION_POLICY, FP32_MIXED_PRECISION_POLICY
 from opendm.constants.robot import desc_value
-from opendm.data.episodes import fingerprint
 from opendm.data.normalize import NormStatsFile
 from opendm.data.processor import load_processor
 from opendm.data.transforms.prompt import PROMPT_LAYOUT_VERSION
 from opendm.errors import DataError, OpenDMError
+from opendm.exp.resume import find_checkpoint
+from opendm.exp.run_file import REPORTED_PACKAGES, run_record, text_hash, write_run_file
 from opendm.infer.layout import PolicyLayout
 from opendm.runtime import Runtime, enable_wandb
 from opendm.trainer.arguments import training_arguments
-from opendm.trainer.engine import Engine, EngineName
-from opendm.trainer.trainer import DMTrainer
+from opendm.trainer.checkpointing import Checkpoints
+from opendm.trainer.engine import Engine, EngineName, fsdp_engine
+from opendm.trainer.interrupt import StopRequest
+from opendm.trainer.rank_agreement import (
+    code_facts,
+    compare,
+    file_fact,
+    flat_facts,
+    parameter_facts,
+)
+from opendm.trainer.trainer import DMTrainer, RunPlan
+from opendm.trainer.validation import held_out, validation_loss
 
 if TYPE_CHECKING:
     from opendm.exp.dm05_exp import DM05Exp
 
 logger = logging.getLogger(__name__)
 
-RUN_FILE: Final = "run.json"
 NORM_STATS_FILE: Final = "norm_stats.json"
-REPORTED_PACKAGES: Final = ("opendm", "torch", "torchvision", "transformers", "accelerate", "numpy")
+PACKAGE: Final = Path(opendm.__file__).parent
+AGREEMENT_TIMEOUT_S: Final = 10.0
 
 
 def train(exp: "DM05Exp") -> None:
-    """Train ``exp`` from its checkpoint to the final weights in the output folder."""
+    """Train ``exp`` from its checkpoint, or from where it stopped, to the final weights.
+
+    Raises:
+        Interrupted: a signal stopped the run; what it had reached is saved.
+    """
     runtime = Runtime.from_env()
-    trainer_config = exp.trainer_config
-    if trainer_config.wandb_project:
-        enable_wandb(trainer_config.wandb_project)
+    with StopRequest(announce=runtime.is_main) as stop:
+        trainer = build_trainer(exp, runtime, stop)
+        trainer.run()
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def build_trainer(exp: "DM05Exp", runtime: Runtime, stop: StopRequest) -> DMTrainer:
+    """Statistics, data, model and engine of a run, and the checkpoint that it continues."""
+    config = exp.trainer_config
+    if config.wandb_project:
+        enable_wandb(config.wandb_project)
     transformers.logging.set_verbosity_error()
-    arguments = training_arguments(
-        trainer_config, exp.optimizer_config, world_size=runtime.world_size
-    )
+    arguments = training_arguments(config, exp.optimizer_config, world_size=runtime.world_size)
     engine = choose_engine(exp, runtime, arguments.device)
 
-    stats_path = on_rank_0(
-        lambda: str(exp.data_config.compute_norm_stats(exp.model_config.chunk_size))
+    stats_path = Path(
+        on_rank_0(lambda: str(exp.data_config.compute_norm_stats(exp.model_config.chunk_size)))
     )
     processor = load_processor(str(exp.model_config.model_name_or_path))
-    max_length = trainer_config.model_max_length
+    max_length = config.model_max_length
     dataset = exp.data_config.build_dataset(processor, exp.model_config.chunk_size, max_length)
     collator = exp.data_config.build_collator(processor, max_length)
     model = exp.model_config.build_model(use_lora=bool(exp.use_lora))
@@ -65,46 +84,97 @@ def train(exp: "DM05Exp") -> None:
         f"{model.parameter_summary()['total']:,}",
     )
 
-    layout = policy_layout(exp, Path(stats_path))
+    run = run_record(exp, engine, runtime.world_size)
+    hashes = {
+        "config": text_hash(json.dumps(run["config"], sort_keys=True)),
+        "dataset": run["dataset_fingerprint"],
+        "statistics": file_fact(stats_path),
+    }
+    compare_ranks(run, hashes, model)
+    found = on_rank_0(lambda: str(find_checkpoint(config, run, hashes) or ""))
+    if runtime.is_main:
+        write_run_file(run, Path(config.output_dir))
+    layout, statistics = policy_layout(exp, stats_path), stats_path.read_bytes()
 
     def save_artifacts(folder: Path) -> None:
         processor.save_pretrained(folder)
-        shutil.copyfile(stats_path, folder / NORM_STATS_FILE)
+        (folder / NORM_STATS_FILE).write_bytes(statistics)
         layout.save(folder)
+        write_run_file(run, folder)
 
-    trainer = DMTrainer(
+    return DMTrainer(
         model=model,
         args=arguments,
         engine=engine,
+        plan=RunPlan(
+            checkpoints=Checkpoints(Path(config.output_dir), config.save_total_limit, hashes),
+            resume_from=Path(found) if found else None,
+            keep_rates=config.accept_changes,
+            save_only_model=config.save_only_model,
+            stops_at_nonfinite=config.nonfinite == "stop",
+            max_nonfinite_steps=config.max_nonfinite_steps,
+            ema_decay=config.ema_decay,
+            validate=validation(exp, processor, collator, engine, runtime),
+            eval_steps=config.eval_steps,
+        ),
+        stop=stop,
         train_dataset=dataset,
         data_collator=collator,
         make_optimizer=exp.optimizer_config.build_optimizer,
         save_artifacts=save_artifacts,
         export_dtype=getattr(torch, exp.model_config.export_dtype),
     )
-    if runtime.is_main:
-        write_run_file(exp, engine)
-    try:
-        trainer.train()
-        trainer.save_model()
-    finally:
-        trainer.close()
-    if dist.is_initialized():
-        dist.destroy_process_group()
+
+
+def validation(
+    exp: "DM05Exp", processor: Any, collator: Any, engine: Engine, runtime: Runtime
+) -> Callable[[nn.Module], float] | None:
+    """The loss on held-out episodes, where the run evaluates."""
+    config = exp.trainer_config
+    if not config.eval_steps:
+        return None
+    dataset = exp.data_config.build_val_dataset(
+        processor, exp.model_config.chunk_size, config.model_max_length
+    )
+    samples = held_out(
+        dataset,
+        collator,
+        seed=config.seed,
+        batch_size=config.per_device_train_batch_size,
+        rank=runtime.rank,
+        world_size=runtime.world_size,
+        num_workers=config.dataloader_num_workers,
+    )
+    return lambda model: validation_loss(model, samples, engine)
+
+
+def compare_ranks(run: Mapping[str, Any], hashes: Mapping[str, str], model: nn.Module) -> None:
+    """Abort within seconds if ranks were not started alike.
+
+    Raises:
+        EngineError: names the first difference; the same line on every rank.
+    """
+    facts = flat_facts("configuration", run["config"])
+    facts |= {f"hash of the {name}": value for name, value in hashes.items()}
+    facts |= code_facts(PACKAGE, REPORTED_PACKAGES) | parameter_facts(model)
+    compare(facts, AGREEMENT_TIMEOUT_S)
 
 
 def choose_engine(exp: "DM05Exp", runtime: Runtime, device: torch.device) -> Engine:
     """The engine that the flags and the number of processes ask for."""
+    trainer, policy = exp.trainer_config, exp.model_config.precision_policy
     name: EngineName = "single"
     if runtime.world_size > 1:
-        name = "fsdp1" if exp.trainer_config.fsdp1 else "ddp"
-    policy = exp.model_config.precision_policy
-    half = exp.trainer_config.bf16 or policy == FP32_MIXED_PRECISION_POLICY
+        name = fsdp_engine(trainer.fsdp_version) if trainer.fsdp1 else "ddp"
+    half = trainer.bf16 or policy == FP32_MIXED_PRECISION_POLICY
     return Engine(
         name=name,
         device=torch.device("cpu") if device.type == "cpu" else device,
         compute_dtype=torch.bfloat16 if half else None,
         shard_in_compute_dtype=policy == BF16_MIXED_PRECISION_POLICY,
+        strategy=trainer.fsdp_sharding_strategy,
+        wrap_preset=trainer.fsdp_wrap,
+        ranks_per_node=runtime.ranks_per_node,
     )
 
 
@@ -151,27 +221,3 @@ def policy_layout(exp: "DM05Exp", stats_path: Path) -> PolicyLayout:
         max_length=exp.trainer_config.model_max_length,
         prompt_layout=PROMPT_LAYOUT_VERSION,
     )
-
-
-def write_run_file(exp: "DM05Exp", engine: Engine) -> None:
-    """Write ``run.json``: resolved configuration, versions, engine, dataset fingerprint."""
-    info = exp.data_config._dataset_info()  # noqa: SLF001 - the public hook
-    content = {
-        "config": asdict(exp),
-        "versions": {name: version(name) for name in REPORTED_PACKAGES}
-        | {"python": platform.python_version()},
-        "engine": {
-            "name": engine.name,
-            "world_size": Runtime.from_env().world_size,
-            "device": engine.device.type,
-            "compute_dtype": str(engine.compute_dtype or torch.float32)[6:],
-        },
-        "dataset_fingerprint": fingerprint(info["jsonl_dir"]),
-    }
-    path = Path(exp.trainer_config.output_dir) / RUN_FILE
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(content, indent=2, default=_json_value) + "\n", encoding="utf-8")
-
-
-def _json_value(value: object) -> object:
-    return value.value if isinstance(value, Enum) else str(value)

@@ -27,6 +27,7 @@ from opendm.errors import CheckpointError, DataError
 from opendm.infer.layout import PolicyLayout
 from opendm.model.dm05.checkpoint_files import load_config
 from opendm.model.dm05.dm05_arch import DM05ForConditionalGeneration
+from opendm.model.dm05.precision import inference_autocast
 from opendm.shapes import Actions
 
 NORM_STATS_FILE: Final = "norm_stats.json"
@@ -169,13 +170,15 @@ class Policy:
         raw = [(sample["state"], sample["meta_data"]) for sample in samples]
         batch = self._collate([self._before(sample) for sample in samples])
         device = self.model.device
-        actions = self.model.inference_action(
-            **{key: batch[key].to(device) for key in MODEL_INPUTS if batch.get(key) is not None},
-            diffusion_steps=num_steps,
-            action_mask=self._action_mask(),
-            noise=noise,
-            generator=generator,
-        )
+        inputs = {k: batch[k].to(device) for k in MODEL_INPUTS if batch.get(k) is not None}
+        with inference_autocast(device, self.model.precision_policy):
+            actions = self.model.inference_action(
+                **inputs,
+                diffusion_steps=num_steps,
+                action_mask=self._action_mask(),
+                noise=noise,
+                generator=generator,
+            )
         chunks = unpad_action(actions.float().cpu().numpy(), self.layout.action_dim)
         return np.stack(
             [

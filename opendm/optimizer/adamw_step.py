@@ -95,6 +95,8 @@ def _tensors(param: nn.Parameter, grad: Tensor, state: dict[str, Tensor]) -> Ada
         reconcile_(target, weight)
     elif needs_master(weight):
         target = weight.to(torch.float32)
+    if grad.stride() != target.stride():  # the fused kernel walks all tensors in memory's order
+        grad = torch.empty_like(target).copy_(grad)
     return AdamWTensors(
         target,
         grad.to(target.dtype),

@@ -8,6 +8,7 @@ on its matrices, which every rank gets, whatever it holds.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -108,9 +109,8 @@ class Transfer:
     def __init__(
         self, route: Route, send: Float32[Tensor, " n"], group: dist.ProcessGroup | None
     ) -> None:
-        self._send: Tensor | None = send
         self._receive = send.new_empty(route.receive.numel)
-        self._work = dist.all_to_all_single(
+        work = dist.all_to_all_single(
             self._receive,
             send,
             list(route.receive.splits),
@@ -118,12 +118,14 @@ class Transfer:
             group=group,
             async_op=True,
         )
+        self._flying: tuple[Any, Tensor] | None = (work, send)
 
     def wait(self) -> Float32[Tensor, " m"]:
         """What arrived. On a GPU the stream waits, and the host does not."""
-        if self._send is not None:
-            self._work.wait()  # type: ignore[union-attr]
-            self._send = None
+        if self._flying is not None:
+            work, _ = self._flying
+            work.wait()
+            self._flying = None  # gloo's work holds what was sent, too
         return self._receive
 
 

@@ -80,7 +80,7 @@ def _split(named: NamedParameters, locator: Locator, predicate: Predicate | None
         if predicate is None and is_marked:
             chosen = SHAPE_MARK in vars(param)
         else:
-            whole = _without_data(locator.locate(name, param).shape, param.dtype)
+            whole = _without_data(locator.locate_if_possible(param).shape, param.dtype)
             chosen = (predicate or is_default_muon_parameter)(name, whole)
         (muon if chosen else adamw).append((name, param))
     if not muon:

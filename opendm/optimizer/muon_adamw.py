@@ -36,6 +36,8 @@ CPU_COSTS = Costs(flops_per_s=5e10, bytes_per_s=1e9)
 GPU_COSTS = Costs(flops_per_s=5e13, bytes_per_s=5e10)
 """Float32 on an H200, and one 400 Gb/s link per GPU."""
 
+STACK_BYTES = 256 << 20
+"""Sixteen of the Action Expert's largest matrices."""
 COPY_BYTES = 64 << 20
 """Float32 copies of half-precision gradients that AdamW makes at a time."""
 
@@ -62,7 +64,7 @@ class MuonAdamW(torch.optim.Optimizer):
         muon_moonlight_coefficient: matches the size of Muon's update to AdamW's.
         predicate: name and whole parameter to whether Muon takes it. Without it the marks of
             ``mark_muon_parameters`` decide, and without marks the Action Expert's matrices.
-        process_group: where ``params`` is no model: the ranks that hold copies of plain parameters,
+        process_group: where no wrapped model is given: the ranks that hold copies of plain parameters,
             or pieces of marked ones.
         ns_dtype: dtype of the Newton-Schulz products.
         master_weights: keep float32 masters of half-precision weights.
@@ -70,6 +72,8 @@ class MuonAdamW(torch.optim.Optimizer):
             lets momentum and decay go on, as the public framework does.
         bucket_bytes: most that the exchange holds at a time, on the busiest rank; by default 64
             MiB, or up to 2 GiB where less would make ranks wait for each other.
+        stack_bytes: largest stack of equal matrices that is orthogonalised at once on a GPU; less
+            takes less memory.
 
     Raises:
         ConfigError: nothing to orthogonalise, a sharding that cannot be put together, or a value
@@ -95,6 +99,7 @@ class MuonAdamW(torch.optim.Optimizer):
         master_weights: bool = True,
         missing_grad: Literal["skip", "zero"] = "skip",
         bucket_bytes: int | None = None,
+        stack_bytes: int = STACK_BYTES,
     ) -> None:
         _check_choice("ns_dtype", ns_dtype, get_args(NsDtype))
         _check_choice("missing_grad", missing_grad, ("skip", "zero"))
@@ -122,13 +127,15 @@ class MuonAdamW(torch.optim.Optimizer):
         self._bucket_bytes = bucket_bytes
         self._placements = {
             param: locator.locate(name, param)
+            if group["use_muon"]
+            else locator.locate_if_possible(param)
             for group in self.param_groups
             for name, param in zip(group["param_names"], group["params"], strict=True)
         }
         self._create_state()
-        self._options = StepOptions(ns_dtype, missing_grad)
-        process_groups = dict.fromkeys(self._placements[p].group for _, _, p in self._matrices())
-        self._muon = [self._share_out(process_group) for process_group in process_groups]
+        self._options = StepOptions(ns_dtype, missing_grad, stack_bytes)
+        places = dict.fromkeys(self._place(param) for _, _, param in self._matrices())
+        self._muon = [self._share_out(*place) for place in places]
 
     # Construction
 
@@ -141,16 +148,21 @@ class MuonAdamW(torch.optim.Optimizer):
                 state["exp_avg"] = torch.zeros_like(param, dtype=dtype)
                 if not group["use_muon"]:
                     state["exp_avg_sq"] = torch.zeros_like(param, dtype=dtype)
-                    state["step"] = torch.zeros((), device=local(param).device)
+                    state["step"] = torch.zeros((), dtype=torch.float32, device=local(param).device)
                 if self._master_weights and needs_master(param):
                     state["master"] = param.detach().to(torch.float32, copy=True)
 
-    def _share_out(self, process_group: dist.ProcessGroup | None) -> ShardedMuon:
-        """Agree on one process group's matrices, and plan who does what."""
+    def _place(self, param: nn.Parameter) -> tuple[dist.ProcessGroup | None, torch.device]:
+        return self._placements[param].group, local(param).device
+
+    def _share_out(
+        self, process_group: dist.ProcessGroup | None, device: torch.device
+    ) -> ShardedMuon:
+        """Agree on one process group's matrices on one device, and plan who does what."""
         pieces, claims = [], []
         for index, name, param in self._matrices():
             placement = self._placements[param]
-            if placement.group is process_group:
+            if self._place(param) == (process_group, device):
                 rows, cols = placement.stored_shape
                 pieces.append(MuonPiece(self, param, index, (rows, cols), placement.dim))
                 numel = local(param).numel()
@@ -159,12 +171,12 @@ class MuonAdamW(torch.optim.Optimizer):
             [claim.name for claim in claims],
             [claim.shape for claim in claims],
             gather_intervals(claims, process_group),
-            costs=CPU_COSTS if pieces[0].device.type == "cpu" else GPU_COSTS,
+            costs=CPU_COSTS if device.type == "cpu" else GPU_COSTS,
             steps=self.param_groups[pieces[0].group_index]["muon_ns_steps"],
             bucket_bytes=self._bucket_bytes,
         )
         if process_group is not None:
-            warm_up(process_group, pieces[0].device)
+            warm_up(process_group, device)
         return ShardedMuon(pieces, plan, process_group, self._options)
 
     def _matrices(self) -> Iterator[tuple[int, str, nn.Parameter]]:
@@ -182,6 +194,7 @@ class MuonAdamW(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 result = closure()
+        self._check_parameters()
         for muon in self._muon:
             muon.begin()
         for group in self.param_groups:
@@ -191,11 +204,23 @@ class MuonAdamW(torch.optim.Optimizer):
             muon.finish()
         return result
 
+    def _check_parameters(self) -> None:
+        """Refuse parameters that came, changed or were cut after construction."""
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param in self._placements and self.state[param]["exp_avg"].shape == param.shape:
+                    continue
+                raise ConfigError(
+                    f"a parameter of shape {tuple(param.shape)} was added, exchanged or sharded "
+                    "after MuonAdamW was made, as add_param_group and accelerate's prepare under "
+                    "FSDP2 do; shard the model first, then make a new MuonAdamW from it"
+                )
+
     # Counters
 
     @property
     def plans(self) -> list[MuonShardPlan]:
-        """How the matrices are shared out: one plan per process group."""
+        """How the matrices are shared out: one plan per process group and device."""
         return [muon.plan for muon in self._muon]
 
     @property

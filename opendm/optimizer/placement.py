@@ -104,14 +104,15 @@ class Locator:
 
     def any_group(self, params: Iterable[nn.Parameter]) -> dist.ProcessGroup | None:
         """The process group of the first of these parameters that has one."""
-        for param in params:
-            try:
-                group = self.locate("", param).group
-            except ConfigError:
-                continue
-            if group is not None:
-                return group
-        return None
+        groups = (self.locate_if_possible(param).group for param in params)
+        return next((group for group in groups if group is not None), None)
+
+    def locate_if_possible(self, param: nn.Parameter) -> Placement:
+        """As ``locate``; where that refuses, the shape alone, which is all that AdamW needs."""
+        try:
+            return self.locate("", param)
+        except ConfigError:
+            return Placement(tuple(param.shape), None)
 
     def locate(self, name: str, param: nn.Parameter) -> Placement:
         """The placement of one parameter.

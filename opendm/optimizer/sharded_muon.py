@@ -24,9 +24,9 @@ from opendm.optimizer.shard_plan import MuonShardPlan
 class StepOptions:
     """How the orthogonalisation is computed."""
 
-    ns_dtype: NsDtype = "fp32"
-    missing_grad: Literal["skip", "zero"] = "skip"
-    stack_bytes: int = 256 << 20
+    ns_dtype: NsDtype
+    missing_grad: Literal["skip", "zero"]
+    stack_bytes: int
     """Largest stack of equal matrices that is orthogonalised at once on a GPU."""
 
 
@@ -53,6 +53,9 @@ class ShardedMuon:
         self._returns = [return_route(plan, bucket, self._rank) for bucket in plan.buckets]
         self._is_gathered = [any(plan.sources(m) for m in bucket) for bucket in plan.buckets]
         self._flying: Transfer | None = None
+        """Pieces on their way to the owners."""
+        self._returning: Transfer | None = None
+        """Updates on their way back."""
         self._counts_missing = False
 
     def num_skipped(self) -> int:
@@ -70,15 +73,14 @@ class ShardedMuon:
         self._flying = self._start_gather(0)
 
     def finish(self) -> None:
-        """Orthogonalise bucket by bucket while others are under way; apply what comes back."""
-        returning: Transfer | None = None
+        """Orthogonalise bucket by bucket while others are under way; apply what comes back.
+
+        The updates of the bucket before return during a bucket's first half, the pieces of the one
+        after it arrive during its second half: no more than two buckets are held at a time.
+        """
         for index in range(len(self.plan.buckets)):
-            arriving = self._flying
-            self._flying = self._start_gather(index + 1)
-            finished = self._orthogonalize_bucket(index, arriving)
-            self._apply_returned(index - 1, returning)
-            returning = finished
-        self._apply_returned(len(self.plan.buckets) - 1, returning)
+            self._orthogonalize_bucket(index)
+        self._apply_returned(len(self.plan.buckets) - 1)
 
     def _start_gather(self, index: int) -> Transfer | None:
         if index == len(self.plan.buckets) or not self._is_gathered[index]:
@@ -90,26 +92,37 @@ class ShardedMuon:
             outbox[slot.stop].fill_(float(has_grad))
         return Transfer(route, outbox, self._group)
 
-    def _orthogonalize_bucket(self, index: int, arriving: Transfer | None) -> Transfer | None:
+    def _orthogonalize_bucket(self, index: int) -> None:
         owned = [m for m in self.plan.buckets[index] if self.plan.owners[m] == self._rank]
         waiting = [m for m in owned if self.plan.sources(m)]
         here = [m for m in owned if m not in waiting]
-        route = self._returns[index]
+        stacks = [*self._stacks(here), *self._stacks(waiting)]
+        arriving, route = self._flying, self._returns[index]
+        if arriving is not None and self._returning is not None:
+            arriving.wait()  # three transfers must not hold what they send
         outbox = self._empty(route.send.numel)
         verdicts: dict[int, Tensor] = {}
-        for stack in self._stacks(here):
-            verdicts |= self._orthogonalize(stack, None, None, route.send, outbox)
-        if arriving is not None:
-            inbox = arriving.wait()
-            for stack in self._stacks(waiting):
-                receive = self._gathers[index].receive
-                verdicts |= self._orthogonalize(stack, receive, inbox, route.send, outbox)
+        half = (len(stacks) + 1) // 2
+        for stack in stacks[:half]:
+            verdicts |= self._orthogonalize(stack, index, arriving, outbox)
+        self._turn_over(index, arriving)
+        for stack in stacks[half:]:
+            verdicts |= self._orthogonalize(stack, index, arriving, outbox)
+        del arriving
         if owned:
             said = torch.stack([verdicts[m] for m in owned])
             self._skipped += (said == NON_FINITE).sum()
             for offset, matrices in route.send.verdicts:
                 outbox[offset : offset + len(matrices)].copy_(said)
-        return None if self._group is None else Transfer(route, outbox, self._group)
+        if self._group is not None:
+            self._returning = Transfer(route, outbox, self._group)
+
+    def _turn_over(self, index: int, arriving: Transfer | None) -> None:
+        """End the transfers that a bucket began with, and begin the next one's."""
+        if arriving is not None:
+            arriving.wait()
+        self._apply_returned(index - 1)
+        self._flying = self._start_gather(index + 1)
 
     def _stacks(self, matrices: Sequence[int]) -> Iterator[list[int]]:
         """Equal matrices together on a GPU, where one small product leaves it idle; else singly.
@@ -130,10 +143,9 @@ class ShardedMuon:
     def _orthogonalize(
         self,
         stack: Sequence[int],
-        receive: Half | None,
-        inbox: Float32[Tensor, " n"] | None,
-        send: Half,
-        outbox: Float32[Tensor, " m"],
+        index: int,
+        arriving: Transfer | None,
+        outbox: Float32[Tensor, " n"],
     ) -> dict[int, Tensor]:
         """Put matrices together, orthogonalise, write their updates; returns the verdicts."""
         shape = self.plan.shapes[stack[0]]
@@ -143,8 +155,9 @@ class ShardedMuon:
             start, stop = self.plan.intervals[self._rank][m]
             has_grad = stop > start and self._write_direction(m, whole[k].view(-1)[start:stop])
             flags.append(self._empty().fill_(float(has_grad)))
-        if receive is not None and inbox is not None:
-            for slot in receive.slots:
+        if arriving is not None and self.plan.sources(stack[0]):
+            inbox = arriving.wait()
+            for slot in self._gathers[index].receive.slots:
                 if slot.matrix in stack:
                     k = stack.index(slot.matrix)
                     start, stop = slot.interval
@@ -159,7 +172,7 @@ class ShardedMuon:
         said = torch.stack(flags) * torch.where(finite, APPLY, NON_FINITE).float()
         verdicts = dict(zip(stack, said.unbind(), strict=True))
         updates = dict(zip(stack, update.reshape(len(stack), -1).unbind(), strict=True))
-        for slot in send.slots:
+        for slot in self._returns[index].send.slots:
             if slot.matrix in updates:
                 start, stop = slot.interval
                 outbox[slot.offset : slot.stop].copy_(updates[slot.matrix][start:stop])
@@ -169,11 +182,12 @@ class ShardedMuon:
                 self._pieces[m].take(updates[m][start:stop], verdicts[m])
         return verdicts
 
-    def _apply_returned(self, index: int, returning: Transfer | None) -> None:
-        if returning is None:
+    def _apply_returned(self, index: int) -> None:
+        if self._returning is None:
             return
         half: Half = self._returns[index].receive
-        inbox = returning.wait()
+        inbox = self._returning.wait()
+        self._returning = None
         verdicts: dict[int, Tensor] = {}
         for offset, matrices in half.verdicts:
             said = inbox[offset : offset + len(matrices)]

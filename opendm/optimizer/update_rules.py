@@ -81,15 +81,17 @@ def muon_rate(
 
 
 def _chosen(active: Bool[Tensor, ""], number: Number, otherwise: float) -> Float32[Tensor, ""]:
-    """``number`` where ``active``, in float32 whatever torch's default dtype is."""
-    if not isinstance(number, Tensor):
-        number = torch.full_like(active, number, dtype=torch.float32)
-    return torch.where(active, number, otherwise).to(torch.float32)
+    """``number`` where ``active``, in float32 whatever torch's default dtype is.
+
+    A tensor on the CPU is filled in as a number: copying it to a GPU would wait for the GPU.
+    """
+    filled = torch.empty_like(active, dtype=torch.float32).fill_(number)
+    return torch.where(active, filled, otherwise)
 
 
 def _exact(number: Number) -> Number:
     """A rate in float64, in which Python computes with numbers."""
-    return number.double() if isinstance(number, Tensor) else number
+    return number.double().squeeze() if isinstance(number, Tensor) else number
 
 
 @dataclass(frozen=True, slots=True)

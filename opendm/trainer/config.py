@@ -2,8 +2,10 @@
 
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Annotated
 
 from opendm.errors import ConfigError
+from opendm.flags import choice_flag
 
 
 @dataclass
@@ -12,6 +14,15 @@ class DM05TrainerConfig:
 
     fsdp1: bool = True
     """Shard with FSDP when there are several processes; off means DDP."""
+    fsdp_version: int = 1
+    """1, or 2 for FSDP2 (fully_shard); the numbers are the same."""
+    fsdp_sharding_strategy: Annotated[
+        str, choice_flag("shard_grad_op", "full_shard", "hybrid_shard")
+    ] = "shard_grad_op"
+    """shard_grad_op keeps gathered weights from forward to backward, full_shard frees them between,
+    hybrid_shard shards within a node and copies across nodes."""
+    fsdp_wrap: Annotated[str, choice_flag("published", "per_layer")] = "published"
+    """FSDP units: the whole Action Expert and the last VLM layers, or every layer by itself."""
     output_dir: str = "user_checkpoints/dm05_exp"
     """Folder of checkpoints, metrics and the final weights."""
     num_train_steps: int = 100_000
@@ -50,6 +61,20 @@ class DM05TrainerConfig:
     """Weights & Biases project; empty reports nothing."""
     seed: int = 42
     """Seed of sample order, noise, times and augmentation."""
+    resume: str = "auto"
+    """auto continues the newest healthy checkpoint of the output folder; never; or a checkpoint."""
+    overwrite: bool = False
+    """Remove checkpoints and metrics of an earlier run in the output folder."""
+    accept_changes: bool = False
+    """Continue a checkpoint although rates or schedules have changed; the changes are printed."""
+    nonfinite: Annotated[str, choice_flag("skip", "stop")] = "skip"
+    """What a loss or gradient that is not finite does: the step is skipped, or the run stops."""
+    max_nonfinite_steps: int = 10
+    """Skipped steps in a row after which the run stops."""
+    eval_steps: int = 0
+    """Optimizer steps between two losses on held-out episodes; 0: none."""
+    ema_decay: float = 0.0
+    """Decay of a moving average of the weights that is evaluated and exported; 0: none."""
 
     @property
     def run_name(self) -> str:
@@ -72,6 +97,8 @@ class DM05TrainerConfig:
             ("dataloader-num-workers", self.dataloader_num_workers, 0),
             ("model-max-length", self.model_max_length, 1),
             ("seed", self.seed, 0),
+            ("max-nonfinite-steps", self.max_nonfinite_steps, 1),
+            ("eval-steps", self.eval_steps, 0),
         ):
             if value < least:
                 raise ConfigError(f"--trainer-config.{flag} {value} is too small; give {least} "
@@ -81,9 +108,17 @@ class DM05TrainerConfig:
                 f"--trainer-config.save-strategy {self.save_strategy!r} is unknown; allowed: "
                 "steps, no"
             )
-        finished = sorted(Path(self.output_dir).glob("checkpoint-*"))
-        if finished:
+        if self.fsdp_version not in (1, 2):
             raise ConfigError(
-                f"--trainer-config.output-dir {self.output_dir} holds {finished[0].name} of an "
-                "earlier run, and resuming is not available yet; name another folder or remove it"
+                f"--trainer-config.fsdp-version {self.fsdp_version} is unknown; allowed: 1, 2"
+            )
+        if not 0 <= self.ema_decay < 1:
+            raise ConfigError(
+                f"--trainer-config.ema-decay {self.ema_decay} is out of range; give 0 (off) or "
+                "more, below 1"
+            )
+        if self.resume not in ("auto", "never") and not Path(self.resume).is_dir():
+            raise ConfigError(
+                f"--trainer-config.resume {self.resume} is no folder; allowed: auto, never, or a "
+                "checkpoint"
             )

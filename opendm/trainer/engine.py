@@ -1,32 +1,42 @@
-"""One process, DDP or FSDP1: everything in OpenDM that adapts to torch's and accelerate's engines.
+"""One process, DDP, FSDP1 or FSDP2: all that adapts to torch's and accelerate's engines.
 
 The model is wrapped here, by torch's own classes, and handed to the ``Trainer`` as wrapped already.
 Asking accelerate for FSDP instead fails silently: on a CPU it trains with DDP, and with accelerate
 1.15 ``shard_grad_op`` becomes FULL_SHARD on every device.
+
+Sharding goes unit by unit, innermost first: a unit's weights move to the device, become float32,
+take rank 0's values and are cut before the next unit's move. A device never holds a second copy of
+the model, only the unit at hand beside the shards of those before it.
 """
 
 import functools
+import logging
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Final, Literal
+from typing import TYPE_CHECKING, Any, Final, Literal, TypeGuard, cast
 
 import torch
 import torch.distributed as dist
+from accelerate.optimizer import AcceleratedOptimizer
 from torch import Tensor, nn
-from torch.distributed.fsdp import (
-    BackwardPrefetch,
-    FullyShardedDataParallel,
-    MixedPrecision,
-    ShardingStrategy,
-)
-from torch.distributed.fsdp.wrap import CustomPolicy
+from torch.distributed import fsdp
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.nn.parallel import DistributedDataParallel
 
-from opendm.errors import EngineError
+from opendm.errors import ConfigError, EngineError
 
-EngineName = Literal["single", "ddp", "fsdp1"]
+if TYPE_CHECKING:
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+logger = logging.getLogger(__name__)
+
+EngineName = Literal["single", "ddp", "fsdp1", "fsdp2"]
 FSDP_PREFIX: Final = "_fsdp_wrapped_module."
+CLIP_EPS: Final = 1e-6
+"""As in ``torch.nn.utils.clip_grad_norm_``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,76 +49,138 @@ class Engine:
     """Autocast dtype; None computes in the dtype of the weights."""
     shard_in_compute_dtype: bool = True
     """Whether FSDP hands out weights in ``compute_dtype`` (``bf16_mixed``) or as stored."""
+    strategy: str = "shard_grad_op"
+    """Of FSDP: ``shard_grad_op``, ``full_shard`` or ``hybrid_shard``."""
+    wrap_preset: str = "published"
+    """FSDP's units, by the name that the model knows them under."""
+    ranks_per_node: int = 1
+    """Over how many ranks ``hybrid_shard`` cuts; the other nodes hold copies."""
 
     def wrap(self, model: nn.Module, units: Sequence[nn.Module]) -> nn.Module:
         """Wrap ``model``; ``units`` are FSDP's boundaries below the root.
 
         Trainable weights are stored in float32 on every engine (FSDP1 wants one dtype per unit,
         so there the frozen ones are too).
-        """
-        store_in_fp32(model, frozen_too=self.name == "fsdp1")
-        if self.name == "single":
-            return model.to(self.device)
-        if self.name == "ddp":
-            on_gpu = self.device.type == "cuda"
-            return DistributedDataParallel(
-                model.to(self.device),
-                device_ids=[self.device] if on_gpu else None,
-                gradient_as_bucket_view=True,
-            )
-        return self._wrap_fsdp1(model, units)
 
-    def _wrap_fsdp1(self, model: nn.Module, units: Sequence[nn.Module]) -> nn.Module:
-        chosen = {id(unit) for unit in units}
-        if self.device.type != "cuda":
-            broadcast_from_rank_0(model)
+        Raises:
+            ConfigError: the strategy does not fit the number of ranks.
+            EngineError: torch sharded otherwise than it was asked to.
+        """
+        if self.name in ("fsdp1", "fsdp2"):
+            return self._shard_unit_by_unit(model, units)
+        model = model.to(self.device)
+        store_in_fp32(model.parameters(), frozen_too=False)
+        if self.name == "single":
+            return model
+        return DistributedDataParallel(
+            model,
+            device_ids=[self.device] if self.device.type == "cuda" else None,
+            gradient_as_bucket_view=True,
+        )
+
+    def _shard_unit_by_unit(self, model: nn.Module, units: Sequence[nn.Module]) -> nn.Module:
+        mesh = self._mesh()
+        shard = self._shard_fsdp1 if self.name == "fsdp1" else self._shard_fsdp2
+        chosen = {id(unit) for unit in units} | {id(model)}
+        # a module is listed before those in it
+        for name, module in reversed(list(model.named_modules())):
+            if id(module) not in chosen:
+                continue
+            self._place(module)
+            sharded = shard(module, mesh, keep_gathered=not name and len(chosen) > 1)
+            if name:
+                model.set_submodule(name, sharded)
+            else:
+                model = sharded
+        assert_sharded(model, self, num_units=len(chosen))
+        return model
+
+    def _mesh(self) -> DeviceMesh:
+        """Copies by shards; one copy unless the strategy is hybrid."""
+        world = dist.get_world_size()
+        if self.strategy != "hybrid_shard":
+            return init_device_mesh(self.device.type, (world,), mesh_dim_names=("shards",))
+        ranks = self.ranks_per_node
+        if ranks < 2 or world % ranks:
+            raise ConfigError(
+                f"hybrid_shard cannot cut the model within nodes of {ranks} of {world} processes; "
+                "it needs at least two a node and the same number on every node. Give "
+                "--trainer-config.fsdp-sharding-strategy shard_grad_op or full_shard"
+            )
+        shape = (world // ranks, ranks)
+        return init_device_mesh(self.device.type, shape, mesh_dim_names=("copies", "shards"))
+
+    @torch.no_grad()
+    def _place(self, unit: nn.Module) -> None:
+        """Move what ``unit`` holds itself to the device, with rank 0's values."""
+        parameters, buffers = own_parameters(unit), own_buffers(unit)
+        for tensor in [*parameters.values(), *buffers.values()]:
+            tensor.data = tensor.data.to(self.device)
+        store_in_fp32(parameters.values(), frozen_too=self.name == "fsdp1")
+        broadcast_from_rank_0([*parameters.values(), *buffers.values()])
+
+    def _shard_fsdp1(self, unit: nn.Module, mesh: DeviceMesh, *, keep_gathered: bool) -> nn.Module:
+        del keep_gathered  # FSDP1 keeps the root's weights by itself
+        dtype = self.compute_dtype if self.shard_in_compute_dtype else None
+        groups = mesh.get_group("shards")
         with warnings.catch_warnings():
             # frozen and trainable parameters share units on purpose; torch lists all of them
             warnings.filterwarnings(
                 "ignore", message="FSDP's|.*requires_grad", category=UserWarning
             )
-            wrapped = self._fully_shard(model, chosen)
-        assert_fsdp1(wrapped, num_units=len(chosen) + 1)
-        return wrapped
+            return fsdp.FullyShardedDataParallel(
+                unit,
+                process_group=groups if mesh.ndim == 1 else (groups, mesh.get_group("copies")),
+                sharding_strategy=fsdp.ShardingStrategy[self.strategy.upper()],
+                backward_prefetch=fsdp.BackwardPrefetch.BACKWARD_PRE,
+                mixed_precision=fsdp.MixedPrecision(
+                    param_dtype=dtype or torch.float32,
+                    reduce_dtype=torch.float32,
+                    buffer_dtype=torch.float32,  # rotary frequencies lose their meaning in bfloat16
+                    cast_root_forward_inputs=False,  # actions, noise and times stay float32
+                ),
+                device_id=self.device,
+                use_orig_params=True,
+            )
 
-    def _fully_shard(self, model: nn.Module, chosen: set[int]) -> FullyShardedDataParallel:
-        on_gpu = self.device.type == "cuda"
-        return FullyShardedDataParallel(
-            model,
-            auto_wrap_policy=CustomPolicy(lambda module: id(module) in chosen),
-            sharding_strategy=ShardingStrategy.SHARD_GRAD_OP,
-            backward_prefetch=BackwardPrefetch.BACKWARD_PRE,
-            mixed_precision=self._mixed_precision(),
-            device_id=self.device,
-            sync_module_states=on_gpu,
-            use_orig_params=True,
-        )
-
-    def _mixed_precision(self) -> MixedPrecision:
+    def _shard_fsdp2(self, unit: nn.Module, mesh: DeviceMesh, *, keep_gathered: bool) -> nn.Module:
         dtype = self.compute_dtype if self.shard_in_compute_dtype else None
-        return MixedPrecision(
-            param_dtype=dtype or torch.float32,
-            reduce_dtype=torch.float32,
-            buffer_dtype=torch.float32,  # rotary frequencies lose their meaning in bfloat16
-            cast_root_forward_inputs=False,  # actions, noise and times stay float32
+        # nothing writes into the keys and values that a layer returns
+        warnings.filterwarnings("ignore", message=".* returned a view tensor", category=UserWarning)
+        fully_shard(
+            unit,
+            mesh=mesh,
+            # the root's weights are the first that the backward pass needs
+            reshard_after_forward=self.strategy != "shard_grad_op" and not keep_gathered,
+            mp_policy=MixedPrecisionPolicy(
+                param_dtype=dtype or torch.float32,
+                reduce_dtype=torch.float32,
+                cast_forward_inputs=False,  # actions, noise and times stay float32
+            ),
         )
+        return unit
 
     def clip_grad_norm(self, model: nn.Module, max_norm: float) -> Tensor:
         """Clip and return the norm over all ranks' shards (torch's function sees one rank's)."""
-        if isinstance(model, FullyShardedDataParallel):
+        if is_fsdp1(model):
             return model.clip_grad_norm_(max_norm)
+        if isinstance(model, FSDPModule):
+            return clip_dtensors(list(model.parameters()), max_norm)
         parameters = [p for p in model.parameters() if p.grad is not None]
         return torch.nn.utils.clip_grad_norm_(parameters, max_norm)
 
     def describe(self, model: nn.Module) -> str:
         """Engine, strategy and number of units, read off the wrapped model."""
-        if isinstance(model, FullyShardedDataParallel):
-            units = FullyShardedDataParallel.fsdp_modules(model)
-            strategy = model.sharding_strategy.name
-            return f"FSDP1 {strategy} x{dist.get_world_size()}, {len(units)} units"
         if isinstance(model, DistributedDataParallel):
             return f"DDP x{dist.get_world_size()}"
-        return "one process"
+        units = sharded_units(model)
+        if not units:
+            return "one process"
+        version = "FSDP1" if is_fsdp1(model) else "FSDP2"
+        text = f"{version} {strategy_of(model)} x{dist.get_world_size()}, {len(units)} units"
+        if self.strategy == "hybrid_shard":
+            text += f", {dist.get_world_size() // self.ranks_per_node} copies"
+        return text
 
     def assert_got(self, model: nn.Module) -> None:
         """Check that the wrapped model is what this engine promises.
@@ -116,44 +188,143 @@ class Engine:
         Raises:
             EngineError: it is not.
         """
-        kinds = {
-            "single": nn.Module,
-            "ddp": DistributedDataParallel,
-            "fsdp1": FullyShardedDataParallel,
-        }
-        if not isinstance(model, kinds[self.name]):
-            raise EngineError(f"asked for {self.name} and got {type(model).__name__}")
+        got: EngineName = "single"
+        if isinstance(model, DistributedDataParallel):
+            got = "ddp"
+        elif sharded_units(model):
+            got = "fsdp1" if is_fsdp1(model) else "fsdp2"
+        if got != self.name:
+            raise EngineError(f"asked for {self.name} and got {got} ({type(model).__name__})")
 
 
-def store_in_fp32(model: nn.Module, *, frozen_too: bool) -> None:
+def fsdp_engine(version: int) -> EngineName:
+    """The engine of an FSDP version: FSDP2, with a line, where torch carries FSDP1 no more."""
+    if version == 1 and "FullyShardedDataParallel" not in vars(fsdp):
+        logger.warning("the installed torch has no FSDP1 any more; FSDP2 takes over")
+        return "fsdp2"
+    return "fsdp1" if version == 1 else "fsdp2"
+
+
+def is_fsdp1(module: nn.Module) -> "TypeGuard[FullyShardedDataParallel]":
+    """Whether ``module`` is a unit of FSDP1."""
+    kind = vars(fsdp).get("FullyShardedDataParallel")
+    return kind is not None and isinstance(module, kind)
+
+
+def is_unit(module: nn.Module) -> bool:
+    """Whether ``module`` is a unit of FSDP1 or FSDP2."""
+    return is_fsdp1(module) or isinstance(module, FSDPModule)
+
+
+def sharded_units(model: nn.Module) -> dict[str, nn.Module]:
+    """FSDP's units by name, the root first."""
+    return {name: module for name, module in model.named_modules() if is_unit(module)}
+
+
+def own_modules(unit: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
+    """``unit`` and the modules in it, without those of sharded units in it."""
+    yield prefix, unit
+    for name, child in unit.named_children():
+        if not is_unit(child):
+            yield from own_modules(child, f"{prefix}{name}.")
+
+
+def own_parameters(unit: nn.Module) -> dict[str, nn.Parameter]:
+    """Parameters that ``unit`` holds outside sharded units in it, by name."""
+    return {
+        f"{prefix}{name}": parameter
+        for prefix, module in own_modules(unit)
+        for name, parameter in module.named_parameters(recurse=False)
+    }
+
+
+def own_buffers(unit: nn.Module) -> dict[str, Tensor]:
+    """Buffers that ``unit`` holds outside sharded units in it, by name."""
+    return {
+        f"{prefix}{name}": buffer
+        for prefix, module in own_modules(unit)
+        for name, buffer in module.named_buffers(recurse=False)
+    }
+
+
+def store_in_fp32(parameters: Iterable[nn.Parameter], *, frozen_too: bool) -> None:
     """Master weights: an update of 2.5e-5 is below bfloat16's rounding of a typical weight."""
-    for parameter in model.parameters():
+    for parameter in parameters:
         if parameter.requires_grad or frozen_too:
             parameter.data = parameter.data.float()
 
 
-def assert_fsdp1(model: nn.Module, *, num_units: int) -> None:
+def broadcast_from_rank_0(tensors: Sequence[Tensor]) -> None:
+    """Give every rank rank 0's values: FSDP2 never does, FSDP1 refuses to on the CPU."""
+    for tensor in tensors:
+        dist.broadcast(tensor.data, src=0)
+
+
+def assert_sharded(model: nn.Module, engine: Engine, *, num_units: int) -> None:
     """Check strategy and boundaries of every unit.
 
     Raises:
         EngineError: a unit shards otherwise, or the number of units differs.
     """
-    units = FullyShardedDataParallel.fsdp_modules(model)
-    strategies = {unit.sharding_strategy for unit in units}
-    if strategies != {ShardingStrategy.SHARD_GRAD_OP}:
-        names = sorted(strategy.name for strategy in strategies)
-        raise EngineError(f"asked for SHARD_GRAD_OP and got {names}")
+    units = list(sharded_units(model).values())
     if len(units) != num_units:
         raise EngineError(f"asked for {num_units} FSDP units and got {len(units)}")
+    if (got := strategy_of(model)) != engine.strategy.upper():
+        raise EngineError(f"asked for {engine.strategy.upper()} and got {got}")
 
 
-def broadcast_from_rank_0(model: nn.Module) -> None:
-    """Symptom: "The module has CPU parameters or buffers when sync_module_states=True".
+def strategy_of(model: nn.Module) -> str:
+    """FSDP's strategy, read off the units; several joined by "and" where they differ."""
+    root, *rest = map(_unit_strategy, sharded_units(model).values())
+    if rest and isinstance(model, FSDPModule) and root == "SHARD_GRAD_OP":
+        root = rest[0]  # full_shard keeps the root's weights, too
+    return " and ".join(sorted({root, *rest}))
 
-    FSDP1 synchronises on accelerators only. Can go when FSDP1 accepts CPU modules there.
+
+def _unit_strategy(unit: nn.Module) -> str:
+    if is_fsdp1(unit):
+        return unit.sharding_strategy.name
+    placements = {
+        p.placements if isinstance(p, DTensor) else () for p in own_parameters(unit).values()
+    }
+    if placements == {(Replicate(), Shard(0))}:
+        return "HYBRID_SHARD"
+    if placements != {(Shard(0),)}:
+        return f"placements {sorted(map(str, placements))}"
+    state: Any = cast("FSDPModule", unit)._get_fsdp_state()  # noqa: SLF001 - nothing public tells
+    frees = state._fsdp_param_group._reshard_after_forward  # noqa: SLF001
+    return "FULL_SHARD" if frees else "SHARD_GRAD_OP"
+
+
+@torch.no_grad()
+def clip_dtensors(parameters: Sequence[nn.Parameter], max_norm: float) -> Tensor:
+    """Clip FSDP2's gradients to ``max_norm`` with one reduction, and return their norm.
+
+    Torch's function reduces by tensor and returns a DTensor.
     """
-    for tensor in [*model.parameters(), *model.buffers()]:
-        dist.broadcast(tensor.data, src=0)
+    gradients = [p.grad.to_local() for p in parameters if isinstance(p.grad, DTensor)]
+    square = torch.nn.utils.get_total_norm(gradients).square()
+    mesh = next(p.device_mesh for p in parameters if isinstance(p, DTensor))
+    dist.all_reduce(square, group=mesh.get_group("shards"))
+    norm = square.sqrt()
+    torch._foreach_mul_(gradients, (max_norm / (norm + CLIP_EPS)).clamp(max=1.0))
+    return norm
+
+
+def free_gathered(model: nn.Module) -> None:
+    """Free the weights that a forward pass without a backward pass has left gathered.
+
+    Needed before sharded weights are read or changed: the next forward pass would use the gathered
+    ones again, without a look at the shards.
+    """
+    for unit in sharded_units(model).values():
+        if isinstance(unit, FSDPModule):
+            unit.reshard()
+        elif unit._is_root is not None:  # noqa: SLF001 - None until the first forward pass
+            handle: Any = unit._handle  # noqa: SLF001 - FSDP1 has no public way to free weights
+            if handle is not None and handle.uses_sharded_strategy and not handle.needs_unshard():
+                handle.reshard(free_unsharded_flat_param=True)
+                handle.post_reshard()
 
 
 def clean_name(name: str) -> str:
@@ -166,35 +337,28 @@ def gather_weights(model: nn.Module, *, keep: bool) -> dict[str, Tensor]:
 
     Torch's own full state dict holds the whole model on the device of rank 0 before it moves it.
     """
-    if not isinstance(model, FullyShardedDataParallel):
+    units = sharded_units(model)
+    if not units:
         inner = model.module if isinstance(model, DistributedDataParallel) else model
         return {k: v.detach().cpu() for k, v in inner.state_dict().items()} if keep else {}
+    free_gathered(model)
     gathered: dict[str, Tensor] = {}
-    for prefix, unit in _fsdp_units(model):
-        with FullyShardedDataParallel.summon_full_params(unit, recurse=False, writeback=False):
+    for prefix, unit in units.items():
+        for name, weight in whole_weights(unit):
             if keep:
-                for name, parameter in _own_parameters(unit):
-                    gathered[clean_name(f"{prefix}.{name}" if prefix else name)] = (
-                        parameter.detach().to("cpu", copy=True)
-                    )
+                whole = weight.detach().to("cpu", copy=True)
+                gathered[clean_name(f"{prefix}.{name}" if prefix else name)] = whole
     return gathered
 
 
-def _fsdp_units(model: nn.Module) -> Iterable[tuple[str, FullyShardedDataParallel]]:
-    for name, module in model.named_modules():
-        if isinstance(module, FullyShardedDataParallel):
-            yield name, module
-
-
-def _own_parameters(unit: FullyShardedDataParallel) -> Iterable[tuple[str, Tensor]]:
-    nested = [
-        f"{name}."
-        for name, module in unit.named_modules()
-        if name and isinstance(module, FullyShardedDataParallel)
-    ]
-    for name, parameter in unit.named_parameters():
-        if not any(name.startswith(prefix) for prefix in nested):
-            yield name, parameter
+def whole_weights(unit: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """A unit's weights as stored; a collective, so every rank runs through all of them."""
+    if is_fsdp1(unit):
+        with unit.summon_full_params(unit, recurse=False, writeback=False):
+            yield from own_parameters(unit).items()
+    else:
+        for name, parameter in own_parameters(unit).items():
+            yield name, parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
 
 
 def autocast(engine: Engine) -> "functools.partial[torch.autocast]":
@@ -205,3 +369,17 @@ def autocast(engine: Engine) -> "functools.partial[torch.autocast]":
         dtype=engine.compute_dtype or torch.bfloat16,
         enabled=engine.compute_dtype is not None,
     )
+
+
+def inner(optimizer: Any) -> torch.optim.Optimizer:
+    """The optimizer inside accelerate's wrapper."""
+    return optimizer.optimizer if isinstance(optimizer, AcceleratedOptimizer) else optimizer
+
+
+def mark_skipped(optimizer: Any, *, skipped: bool) -> None:
+    """Tell accelerate that this step is not taken, so that the schedule does not move either.
+
+    It has a flag for a loss scaler's overflow, and no public way to set it.
+    """
+    if isinstance(optimizer, AcceleratedOptimizer):
+        optimizer._is_overflow = skipped  # noqa: SLF001

@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 from pathlib import Path
 from typing import Any
 
@@ -25,11 +26,20 @@ def finite_or_none(value: float) -> float | None:
 
 
 class MetricsFile:
-    """Appends records; rank 0 alone holds one."""
+    """Appends records; rank 0 alone holds one.
 
-    def __init__(self, path: Path) -> None:
+    Args:
+        path: the file.
+        keep_steps: lines up to this step stay, so that a resumed run has each step once.
+    """
+
+    def __init__(self, path: Path, keep_steps: int = 0) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = path.open("w", encoding="utf-8")
+        kept = _lines_until(path, keep_steps) if keep_steps and path.is_file() else []
+        partial = path.with_name(f".{path.name}.partial")
+        partial.write_text("".join(f"{line}\n" for line in kept), encoding="utf-8")
+        os.replace(partial, path)  # noqa: PTH105 - Path.replace hides that it is atomic
+        self._file = path.open("a", encoding="utf-8")
 
     def write(self, record: dict[str, Any]) -> None:
         """Append one line and hand it to the operating system."""
@@ -42,6 +52,19 @@ class MetricsFile:
         self._file.close()
 
 
+def _lines_until(path: Path, step: int) -> list[str]:
+    """Whole lines of steps up to ``step``; a line that a crash cut off is none."""
+    kept = []
+    for line in path.read_text(encoding="utf-8").splitlines():
+        try:
+            record = json.loads(line)
+        except json.JSONDecodeError:
+            continue
+        if record["step"] <= step:
+            kept.append(line)
+    return kept
+
+
 class StepLosses:
     """Losses of the micro-steps of one optimizer step, kept on the device until they are read."""
 
@@ -52,8 +75,15 @@ class StepLosses:
         """Add a micro-step's mean losses."""
         self._values.append(torch.stack([loss.detach().float(), fm_loss.detach().float()]))
 
-    def take(self) -> tuple[float, float]:
-        """Mean loss and flow-matching loss over micro-steps and ranks; starts anew."""
+    def mean(self) -> tuple[float, float]:
+        """Mean loss and flow-matching loss over micro-steps and ranks."""
         loss, fm_loss = mean_over_ranks(torch.stack(self._values).mean(dim=0)).tolist()
-        self._values = []
         return loss, fm_loss
+
+    def of_this_rank(self) -> list[float]:
+        """Losses by micro-step."""
+        return [float(loss) for loss, _ in self._values]
+
+    def clear(self) -> None:
+        """Begin another step."""
+        self._values = []

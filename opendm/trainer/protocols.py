@@ -11,8 +11,8 @@ from torch import Tensor, nn
 class TrainableModel(Protocol):
     """A module that names its FSDP units and writes itself."""
 
-    def fsdp_wrap_modules(self) -> list[nn.Module]:
-        """Modules that become FSDP units of their own, outermost last."""
+    def fsdp_wrap_modules(self, preset: str = "published") -> list[nn.Module]:
+        """Modules that become FSDP units of their own, by the preset's name."""
 
     def save_pretrained(
         self, save_directory: Path, *, state_dict: dict[str, Tensor], dtype: torch.dtype

@@ -50,25 +50,45 @@ class StepSampler(Sampler[list[SampleKey]]):
     accumulation: int = 1
     rank: int = 0
     world_size: int = 1
+    first_step: int = 0
+    """Steps that a resumed run has behind it."""
+    first_sample: int = 0
+    """Samples that it has behind it, of all ranks."""
 
     def __len__(self) -> int:
+        """Micro-batches of the whole run, those before ``first_step`` included."""
         return self.num_steps * self.accumulation
 
     def __iter__(self) -> Iterator[list[SampleKey]]:
-        keys = self._keys()
-        rows = self.batch_size * self.accumulation * self.world_size
-        for _ in range(self.num_steps):
-            step = [next(keys) for _ in range(rows)]
-            mine = step[self.rank :: self.world_size]
-            for start in range(0, len(mine), self.batch_size):
-                yield mine[start : start + self.batch_size]
+        keys = self._keys(self.first_sample)
+        for _ in range(self.first_step, self.num_steps):
+            yield from self._micro_batches([next(keys) for _ in range(self.rows)])
 
-    def _keys(self) -> Iterator[SampleKey]:
-        epoch = 0
+    @property
+    def rows(self) -> int:
+        """Samples of one optimizer step, over all ranks."""
+        return self.batch_size * self.accumulation * self.world_size
+
+    def samples_before(self, step: int) -> int:
+        """Samples that were drawn when ``step`` optimizer steps are done."""
+        return self.first_sample + (step - self.first_step) * self.rows
+
+    def step_keys(self, step: int) -> list[list[SampleKey]]:
+        """This rank's micro-batches of the optimizer step after ``step`` steps."""
+        keys = self._keys(self.samples_before(step))
+        return list(self._micro_batches([next(keys) for _ in range(self.rows)]))
+
+    def _micro_batches(self, step: list[SampleKey]) -> Iterator[list[SampleKey]]:
+        mine = step[self.rank :: self.world_size]
+        for start in range(0, len(mine), self.batch_size):
+            yield mine[start : start + self.batch_size]
+
+    def _keys(self, position: int) -> Iterator[SampleKey]:
+        epoch, start = divmod(position, self.num_samples)
         while True:
-            for index in epoch_order(self.seed, epoch, self.num_samples):
+            for index in epoch_order(self.seed, epoch, self.num_samples)[start:]:
                 yield SampleKey(epoch, int(index))
-            epoch += 1
+            epoch, start = epoch + 1, 0
 
 
 class SeededDataset(Dataset[tuple[Any, int]]):

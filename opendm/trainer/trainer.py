@@ -2,34 +2,55 @@
 
 import logging
 import math
-import os
-import re
-import shutil
-import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
-from tqdm import tqdm
 from transformers import PrinterCallback, ProgressCallback, Trainer, TrainingArguments
 
-from opendm.errors import OpenDMError
+from opendm.errors import CheckpointError, NonFiniteError, OpenDMError
 from opendm.optimizer import MuonAdamW
-from opendm.trainer.engine import Engine, autocast, clean_name, gather_weights
-from opendm.trainer.metrics import MetricsFile, StepLosses
+from opendm.optimizer.selection import canonical_name
+from opendm.trainer.checkpointing import Checkpoints, is_rank_0, together
+from opendm.trainer.ema import Ema
+from opendm.trainer.engine import Engine, autocast, clean_name, gather_weights, inner, mark_skipped
+from opendm.trainer.interrupt import StopRequest, outlive_signals
+from opendm.trainer.metrics import StepLosses
+from opendm.trainer.nonfinite import NONFINITE_FILE, NonFiniteGuard, all_finite, reason_of
 from opendm.trainer.protocols import TrainableModel
+from opendm.trainer.recorder import StepRecorder
 from opendm.trainer.sampling import SeededCollator, SeededDataset, StepSampler
+from opendm.trainer.train_state import load_train_state, read_counters, save_train_state
 
 logger = logging.getLogger(__name__)
 
 METRICS_FILE: Final = "metrics.jsonl"
 SaveArtifacts = Callable[[Path], None]
+
+
+@dataclass(frozen=True, slots=True)
+class RunPlan:
+    """What of a run is neither model nor data nor Hugging Face's."""
+
+    checkpoints: Checkpoints
+    resume_from: Path | None = None
+    """A healthy checkpoint with its state."""
+    save_only_model: bool = False
+    stops_at_nonfinite: bool = False
+    max_nonfinite_steps: int = 10
+    ema_decay: float = 0.0
+    validate: Callable[[nn.Module], float] | None = None
+    """Loss of a wrapped model on held-out episodes."""
+    eval_steps: int = 0
+    keep_rates: bool = False
+    """Continue with this run's rates and schedule instead of the checkpoint's."""
 
 
 class DMTrainer(Trainer):
@@ -39,6 +60,8 @@ class DMTrainer(Trainer):
         model: the model, not wrapped.
         args: Hugging Face's arguments.
         engine: how the model is wrapped and in what it computes.
+        plan: checkpoints, resuming, evaluation, and what to do about bad steps.
+        stop: asks for an early end.
         train_dataset: map-style dataset of samples.
         data_collator: samples to a batch.
         make_optimizer: from the wrapped model to its optimizer.
@@ -52,6 +75,8 @@ class DMTrainer(Trainer):
         model: TrainableModel,
         args: TrainingArguments,
         engine: Engine,
+        plan: RunPlan,
+        stop: StopRequest,
         train_dataset: Any,
         data_collator: Callable[..., dict[str, Any]],
         make_optimizer: Callable[[nn.Module], torch.optim.Optimizer],
@@ -59,16 +84,25 @@ class DMTrainer(Trainer):
         export_dtype: torch.dtype,
     ) -> None:
         self.engine = engine
+        self.plan = plan
+        self.stop = stop
         self.trainable_model = model
         self.make_optimizer = make_optimizer
         self.save_artifacts = save_artifacts
         self.export_dtype = export_dtype
+        self.guard = NonFiniteGuard(
+            Path(args.output_dir) / NONFINITE_FILE,
+            stops_at_once=plan.stops_at_nonfinite,
+            most_in_a_row=plan.max_nonfinite_steps,
+        )
+        resume_from = plan.resume_from
+        self._counters = {} if resume_from is None else read_counters(resume_from)
+        self._sampler: StepSampler | None = None
+        self._ema: Ema | None = None
+        self._recorder: StepRecorder | None = None
         self._losses = StepLosses()
-        self._data_wait_s = 0.0
-        self._num_dropped = 0
-        self._step_started = time.perf_counter()
-        self._metrics: MetricsFile | None = None
-        self._progress: tqdm | None = None
+        self._step_loss = (math.nan, math.nan)
+        self._nonfinite: str | None = None
         super().__init__(
             model=model,
             args=args,
@@ -89,38 +123,30 @@ class DMTrainer(Trainer):
         return model
 
     def _prepare_for_training(self, max_steps: int, *args: Any, **kwargs: Any) -> Any:
-        units = self.trainable_model.fsdp_wrap_modules()
+        units = self.trainable_model.fsdp_wrap_modules(self.engine.wrap_preset)
         self.model_wrapped = self.engine.wrap(self.model, units)
         self.engine.assert_got(self.model_wrapped)
         logger.info("engine: %s", self.engine.describe(self.model_wrapped))
         warmup = self.args.get_warmup_steps(max_steps)
         logger.info("schedule: %d optimizer steps, %d of them warm-up", max_steps, warmup)
-        if self.is_world_process_zero():
-            self._metrics = MetricsFile(Path(self.args.output_dir) / METRICS_FILE)
-            self._progress = tqdm(total=max_steps, unit="step", disable=not sys.stderr.isatty())
         result = super()._prepare_for_training(max_steps, *args, **kwargs)
-        self._step_started = time.perf_counter()
+        self._start_ema()
+        if self.plan.resume_from is not None:
+            self._restore(self.plan.resume_from)
+        self.stop.finish_steps()
+        assert self._sampler is not None  # noqa: S101 - the loader is made before
+        self._recorder = StepRecorder(
+            Path(self.args.output_dir) / METRICS_FILE if is_rank_0() else None,
+            num_steps=max_steps,
+            samples_per_step=self._sampler.rows,
+            logging_steps=self.args.logging_steps,
+            first_step=self.state.global_step,
+        )
         return result
 
     def autocast_smart_context_manager(self, *_args: Any, **_kwargs: Any) -> AbstractContextManager:
         """Products in the engine's compute dtype."""
         return autocast(self.engine)()
-
-    def _clip_grad_norm(self, model: nn.Module) -> Tensor:
-        norm = self.engine.clip_grad_norm(model, self.args.max_grad_norm)
-        if not math.isfinite(norm):
-            self._drop_step(model)
-        return norm
-
-    def _drop_step(self, model: nn.Module) -> None:
-        """Leave weights and states as they are: the norm is the same on all ranks."""
-        for param in model.parameters():
-            param.grad = None
-        self._num_dropped += 1
-        logger.warning(
-            "step %d: the gradient is not finite; the step is dropped (%d so far)",
-            self.state.global_step + 1, self._num_dropped,
-        )  # fmt: skip
 
     def create_optimizer(self, *_args: Any) -> torch.optim.Optimizer:
         """The run's optimizer, made from the wrapped model."""
@@ -133,9 +159,9 @@ class DMTrainer(Trainer):
     # Data
 
     def get_train_dataloader(self) -> DataLoader:
-        """Batches of this rank for the whole run."""
+        """Batches of this rank for the rest of the run."""
         args = self.args
-        sampler = StepSampler(
+        self._sampler = StepSampler(
             num_samples=len(self.train_dataset),
             seed=args.seed,
             num_steps=args.max_steps,
@@ -143,15 +169,18 @@ class DMTrainer(Trainer):
             accumulation=args.gradient_accumulation_steps,
             rank=args.process_index,
             world_size=args.world_size,
+            first_step=self._counters.get("step", 0),
+            first_sample=self._counters.get("samples", 0),
         )
         return DataLoader(
             self.train_dataset,
-            batch_sampler=sampler,
+            batch_sampler=self._sampler,
             collate_fn=self.data_collator,
             num_workers=args.dataloader_num_workers,
             persistent_workers=args.dataloader_persistent_workers,
             prefetch_factor=args.dataloader_prefetch_factor,
             pin_memory=args.dataloader_pin_memory,
+            worker_init_fn=outlive_signals,
         )
 
     def get_batch_samples(
@@ -160,7 +189,8 @@ class DMTrainer(Trainer):
         """Fetch a step's batches, timed; a bad sample's error is raised here, as itself."""
         started = time.perf_counter()
         batches, count = super().get_batch_samples(epoch_iterator, num_batches, device)
-        self._data_wait_s += time.perf_counter() - started
+        if self._recorder is not None:
+            self._recorder.waited(time.perf_counter() - started)
         for batch in batches:
             if isinstance(batch, OpenDMError):
                 raise batch
@@ -169,7 +199,7 @@ class DMTrainer(Trainer):
     def _get_num_items_in_batch(self, *_args: Any, **_kwargs: Any) -> None:
         """A batch's loss is the mean over its samples; micro-batches are of equal size."""
 
-    # Metrics
+    # Step
 
     def compute_loss(
         self,
@@ -184,102 +214,161 @@ class DMTrainer(Trainer):
         self._losses.add(outputs["loss"], outputs["fm_loss"])
         return (outputs["loss"], outputs) if return_outputs else outputs["loss"]
 
+    def _clip_grad_norm(self, model: nn.Module) -> Tensor:
+        """Clip, and decide on all ranks alike whether the step is taken."""
+        norm = self.engine.clip_grad_norm(model, self.args.max_grad_norm)
+        self._step_loss = self._losses.mean()
+        self._nonfinite = reason_of(self._step_loss[0], float(norm))
+        mark_skipped(self.optimizer, skipped=self._nonfinite is not None)
+        if self._nonfinite is None:
+            self.guard.passed()
+        else:
+            self._drop_step(model, self._nonfinite)
+        self._losses.clear()
+        return norm
+
+    def _drop_step(self, model: nn.Module, reason: str) -> None:
+        assert self._sampler is not None  # noqa: S101 - the loader is made before
+        step = self.state.global_step
+        samples = self._sampler.step_keys(step)
+        try:
+            self.guard.dropped(step + 1, reason, model, self._losses.of_this_rank(), samples)
+        finally:
+            for param in model.parameters():
+                param.grad = None
+
     def _maybe_log_save_evaluate(
-        self, tr_loss: Tensor, grad_norm: Any, *args: Any, **kwargs: Any
+        self, tr_loss: Tensor, grad_norm: Any, model: nn.Module, *args: Any, **kwargs: Any
     ) -> None:
-        if self.state.global_step > self._last_recorded:
-            self._record_step(grad_norm, kwargs.get("learning_rate"))
-        super()._maybe_log_save_evaluate(tr_loss, grad_norm, *args, **kwargs)
+        step = self.state.global_step
+        if self._recorder is not None and step > self._recorder.last_step:
+            self._end_step(step, grad_norm, model, kwargs.get("learning_rate"))
+        if self.stop.agreed(self.args.device):
+            self._interrupted = True
+            self.control.should_save = self.control.should_training_stop = True
+        super()._maybe_log_save_evaluate(tr_loss, grad_norm, model, *args, **kwargs)
 
-    _last_recorded = 0
+    _interrupted = False
 
-    def _record_step(self, grad_norm: Any, learning_rate: float | None) -> None:
-        loss, fm_loss = self._losses.take()
-        now = time.perf_counter()
-        step_s, self._step_started = now - self._step_started, now
-        wait_s, self._data_wait_s = self._data_wait_s, 0.0
-        self._last_recorded = self.state.global_step
-        if self._metrics is None:
-            return
-        args = self.args
-        samples = (
-            args.per_device_train_batch_size * args.gradient_accumulation_steps * args.world_size
+    def _end_step(self, step: int, grad_norm: Any, model: nn.Module, lr: float | None) -> None:
+        assert self._recorder is not None  # noqa: S101 - the caller looked
+        if self._ema is not None and self._nonfinite is None:
+            self._ema.update()
+        val_loss = None
+        if self.plan.eval_steps and step % self.plan.eval_steps == 0:
+            val_loss = self._validation_loss(model)
+        self._recorder.record(
+            step,
+            loss=self._step_loss[0],
+            fm_loss=self._step_loss[1],
+            grad_norm=math.nan if grad_norm is None else float(grad_norm),
+            lr=lr,
+            nonfinite=self._nonfinite,
+            dropped_steps=self.guard.num_dropped,
+            val_loss=val_loss,
         )
-        norm = math.nan if grad_norm is None else float(grad_norm)
-        self._metrics.write({
-            "step": self.state.global_step,
-            "loss": loss,
-            "fm_loss": fm_loss,
-            "grad_norm": norm,
-            "lr": learning_rate,
-            "samples_per_s": samples / step_s,
-            "step_s": step_s,
-            "data_wait_s": wait_s,
-            "dropped_steps": self._num_dropped,
-        })  # fmt: skip
-        self._show_progress(loss, norm, samples / step_s)
 
-    def _show_progress(self, loss: float, grad_norm: float, samples_per_s: float) -> None:
-        step, total = self.state.global_step, self.state.max_steps
-        if self._progress is not None and not self._progress.disable:
-            self._progress.set_postfix_str(f"loss {loss:.4f}")
-            self._progress.update(step - self._progress.n)
-        elif step in (1, total) or step % max(self.args.logging_steps, total // 20) == 0:
-            logger.info(
-                "step %d/%d  loss %.4f  grad_norm %.3f  %.1f samples/s",
-                step, total, loss, grad_norm, samples_per_s,
-            )  # fmt: skip
+    def _validation_loss(self, model: nn.Module) -> float:
+        assert self.plan.validate is not None  # noqa: S101 - the experiment gives both
+        with self._averaged_weights():
+            return self.plan.validate(model)
+
+    # Average
+
+    def _start_ema(self) -> None:
+        if self.plan.ema_decay:
+            named = self.model_wrapped.named_parameters()
+            trainable = {canonical_name(name): p for name, p in named if p.requires_grad}
+            self._ema = Ema(trainable, self.plan.ema_decay)
+
+    def _averages(self) -> dict[str, Tensor] | None:
+        return None if self._ema is None else self._ema.tensors
+
+    def _averaged_weights(self) -> AbstractContextManager:
+        return nullcontext() if self._ema is None else self._ema.swapped()
 
     # Files
 
     def _save_checkpoint(self, model: nn.Module, *_args: Any, **_kwargs: Any) -> None:
-        folder = Path(self.args.output_dir) / f"checkpoint-{self.state.global_step}"
-        self._export(model, folder)
-        if self.is_world_process_zero():
-            remove_old_checkpoints(Path(self.args.output_dir), self.args.save_total_limit)
+        step = self.state.global_step
+        if not all_finite([param.detach() for param in model.parameters() if param.requires_grad]):
+            raise NonFiniteError(
+                f"step {step}: the weights are not finite, so no checkpoint is written; the last "
+                "one is healthy. Lower --optimizer-config.base-lr"
+            )
+        with self._averaged_weights():
+            weights = gather_weights(model, keep=is_rank_0())
+        parts: list[SaveArtifacts] = [partial(self._write_inference_files, weights)]
+        if not self.plan.save_only_model:
+            parts.append(partial(self._write_state, model))
+        try:
+            folder = self.plan.checkpoints.save(step, *parts)
+        except CheckpointError as error:
+            # healthy checkpoints are still there, and the next save may find room
+            logger.error("checkpoint of step %d was not written: %s", step, error)  # noqa: TRY400
+            if self._interrupted:
+                raise
+        else:
+            logger.info("saved %s", folder)
 
-    def save_model(self, output_dir: str | None = None, *_args: Any, **_kwargs: Any) -> None:
-        """Write the weights and all that inference needs into ``output_dir``."""
-        self._export(self.model_wrapped, Path(output_dir or self.args.output_dir))
-
-    def _export(self, model: nn.Module, folder: Path) -> None:
-        weights = gather_weights(model, keep=self.is_world_process_zero())
-        if self.is_world_process_zero():
-            is_new = not folder.exists()
-            target = folder.with_name(f".{folder.name}.partial") if is_new else folder
-            if is_new:
-                shutil.rmtree(target, ignore_errors=True)
+    def _write_inference_files(self, weights: dict[str, Tensor], folder: Path) -> None:
+        if is_rank_0():
             self.trainable_model.save_pretrained(
-                target,
+                folder,
                 state_dict={clean_name(name): tensor for name, tensor in weights.items()},
                 dtype=self.export_dtype,
             )
-            self.save_artifacts(target)
-            if is_new:
-                os.replace(target, folder)  # noqa: PTH105 - Path.replace hides that it is atomic
-            logger.info("saved %s", folder)
-        if dist.is_initialized():
-            dist.barrier()
+            self.save_artifacts(folder)
 
-    def close(self) -> None:
-        """Close what the run holds open."""
-        if self._metrics is not None:
-            self._metrics.close()
-        if self._progress is not None:
-            self._progress.close()
+    def _write_state(self, model: nn.Module, folder: Path) -> None:
+        assert self._sampler is not None  # noqa: S101 - the loader is made before
+        step = self.state.global_step
+        counters = {
+            "step": step,
+            "samples": self._sampler.samples_before(step),
+            "num_dropped": self.guard.num_dropped,
+            "in_a_row": self.guard.in_a_row,
+        }
+        save_train_state(
+            folder, model, inner(self.optimizer), self.lr_scheduler, counters, ema=self._averages()
+        )
 
+    def _restore(self, folder: Path) -> None:
+        load_train_state(
+            folder,
+            self.model_wrapped,
+            inner(self.optimizer),
+            self.lr_scheduler,
+            ema=self._averages(),
+            keep_rates=self.plan.keep_rates,
+        )
+        self.state.global_step = self._counters["step"]
+        self.guard.num_dropped = self._counters["num_dropped"]
+        self.guard.in_a_row = self._counters["in_a_row"]
+        logger.info("resumed %s at step %d", folder, self.state.global_step)
 
-def remove_old_checkpoints(output_dir: Path, limit: int | None) -> None:
-    """Remove all but the newest ``limit`` folders ``checkpoint-N``; None keeps all."""
-    if not limit:
-        return
-    numbered = [
-        (int(match[1]), path)
-        for path in output_dir.glob("checkpoint-*")
-        if (match := re.fullmatch(r"checkpoint-(\d+)", path.name))
-    ]
-    for _, path in sorted(numbered)[:-limit]:
-        shutil.rmtree(path)
+    def save_model(self, output_dir: str | None = None, *_args: Any, **_kwargs: Any) -> None:
+        """Write the weights and all that inference needs into ``output_dir``."""
+        folder = Path(output_dir or self.args.output_dir)
+        with self._averaged_weights():
+            weights = gather_weights(self.model_wrapped, keep=is_rank_0())
+        together(partial(self._write_inference_files, weights, folder))
+        logger.info("saved %s", folder)
+
+    def run(self) -> None:
+        """Train, and write the final weights.
+
+        Raises:
+            Interrupted: the run was asked to stop, and its state is saved.
+        """
+        try:
+            self.train()
+            if self._interrupted:
+                self.stop.stop(f"checkpoint-{self.state.global_step}")
+            self.save_model()
+        finally:
+            if self._recorder is not None:
+                self._recorder.close()
 
 
 def safe_save_model_for_hf_trainer(trainer: DMTrainer, output_dir: str) -> None:

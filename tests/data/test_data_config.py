@@ -68,6 +68,7 @@ def test_fields_and_defaults():
         "norm_stats_default_robot_type": None,
         "add_state": True,
         "is_history": False,
+        "val_episodes": 0,
         "allow_outside_root": False,
     }
 

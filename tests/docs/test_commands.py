@@ -20,6 +20,7 @@ PAGES = [*sorted(REPOSITORY.glob("README*.md")), *sorted((REPOSITORY / "docs").r
 TRANSLATIONS = {
     "README.md": "README.zh-CN.md",
     "docs/en/dm05_finetuning.md": "docs/zh/dm05_finetuning.md",
+    "docs/en/optimizer.md": "docs/zh/optimizer.md",
 }
 GUIDE = REPOSITORY / "docs/en/dm05_finetuning.md"
 MARKS = ("run", "train", "parse")

@@ -54,6 +54,10 @@ def is_matrix(name, param):
     return param.ndim == 2
 
 
+def is_plainly_cut_matrix(name, param):
+    return param.ndim == 2 and not name.startswith("0.layers.2.")
+
+
 def wrap(model, engine):
     """The model under an engine: a name, and for some what is cut how."""
     world = dist.get_world_size() if dist.is_initialized() else 1
@@ -82,6 +86,10 @@ def wrap(model, engine):
         for block in model:
             fully_shard(block, mesh=mesh)
         return fully_shard(model, mesh=mesh)
+    if engine == "fsdp2 and tp":
+        mesh = init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("dp", "tp"))
+        parallelize_module(model, mesh["tp"], {"0.layers.2": ColwiseParallel()})
+        return fully_shard(model, mesh=mesh["dp"])
     if engine == "tp":
         mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("tp",))
         for block in model:
@@ -174,7 +182,8 @@ def train(
     """
     model, positions, initial = indexed(blocks, engine, dtype)
     groups_before = num_groups()
-    optimizer = MuonAdamW(model, lr=0.01, weight_decay=0.1, predicate=is_matrix, **options)
+    options = {"predicate": is_matrix, **options}
+    optimizer = MuonAdamW(model, lr=0.01, weight_decay=0.1, **options)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda n: 1 / (1 + n + first_step))
     if start is not None:
         start(model, optimizer, positions)

@@ -9,7 +9,9 @@ from torch import nn
 from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, OneCycleLR
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from opendm.errors import ConfigError
 from opendm.optimizer import MuonAdamW, zeropower_via_newtonschulz5
+from opendm.optimizer.update_rules import apply_, muon_rate
 
 SHAPES = {"tall": (24, 9), "wide": (9, 24), "square": (12, 12), "row": (1, 17), "column": (17, 1)}
 OPTIONS = {"lr": 0.02, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
@@ -518,3 +520,77 @@ def test_a_step_never_waits_for_the_device(dtype, master_weights, lr):
     with NoHostReads():
         optimizer.step()
     assert optimizer.skipped_matrices == 1
+
+
+class NumbersOnly(TorchDispatchMode):
+    """Fails where a kernel, but one that fills, gets a tensor of another device."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        devices = {a.device for a in args if isinstance(a, torch.Tensor)}
+        if len(devices) > 1 and func.overloadpacket is not torch.ops.aten.fill_:
+            raise AssertionError(f"{func} copies from the host")
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_rate_on_the_host_reaches_another_device_as_a_number():
+    weight, update = torch.empty(2, 3, 4, device="meta").unbind()
+    active, lr = torch.empty((), dtype=torch.bool, device="meta"), torch.tensor(0.1)
+    rate = muon_rate(lr, lr_scale=1.0, moonlight_coefficient=0.2, shape=(3, 4))
+    with NumbersOnly():
+        apply_(weight, update, lr=lr, rate=rate, weight_decay=0.1, active=active)
+
+
+# What a project does with its parameters
+
+
+@pytest.mark.parametrize("is_moved", ["weight", "gradient"])
+def test_a_gradient_may_lie_otherwise_in_memory_than_its_weight(is_moved):
+    shapes = {"matrix": (16, 32), "table": (16, 64), "short": (3, 5)}
+    chosen = {"predicate": lambda name, _: name == "matrix"}
+    results = []
+    for layout in ("same", is_moved):
+        model = network(shapes)
+        for param in model.values():
+            if layout == "weight" and param.ndim == 2:
+                param.data = param.data.T.contiguous().T
+        grads = gradients(model, 0)
+        optimizer = make(model, **chosen)
+        for name, param in model.items():
+            is_turned = layout == "gradient" and param.ndim == 2
+            param.grad = grads[name].T.contiguous().T if is_turned else grads[name]
+        optimizer.step()
+        results.append(bits(model))
+    for name, value in results[0].items():
+        torch.testing.assert_close(results[1][name], value, rtol=1e-6, atol=1e-7, msg=name)
+
+
+def test_matrices_of_several_devices_are_planned_apart():
+    model = network({"here": (4, 6), "there": (6, 4), "near": (5, 5)})
+    model["there"] = nn.Parameter(torch.empty(6, 4, device="meta"))
+    plans = make(model).plans
+    assert [plan.names for plan in plans] == [("here", "near"), ("there",)]
+
+
+def exchange(model, optimizer):
+    optimizer.param_groups[1]["params"] = [
+        nn.Parameter(param.detach().clone()) for param in optimizer.param_groups[1]["params"]
+    ]
+
+
+def cut(model, optimizer):
+    model["wide"].data = model["wide"].data[:2]
+
+
+def add(model, optimizer):
+    optimizer.add_param_group({"params": [("late", nn.Parameter(torch.ones(3)))]})
+
+
+@pytest.mark.parametrize("change", [exchange, cut, add])
+def test_parameters_that_change_after_construction_are_refused(change):
+    model = network()
+    optimizer = make(model)
+    change(model, optimizer)
+    before = bits(model)
+    with pytest.raises(ConfigError, match="shard the model first, then make a new MuonAdamW"):
+        optimizer.step()
+    assert_same_bits(bits(model), before)

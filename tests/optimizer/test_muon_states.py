@@ -97,6 +97,18 @@ def test_state_is_complete_before_the_first_step_and_holds_nothing_unused(kind):
             assert {(t.dtype, t.shape) for t in tensors.values()} == {(torch.float32, param.shape)}
 
 
+@pytest.mark.parametrize("default", [torch.bfloat16, torch.float64])
+def test_torchs_default_dtype_changes_no_state(default):
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(default)
+    try:
+        model, optimizer = make(model=network().float())
+    finally:
+        torch.set_default_dtype(before)
+    dtypes = {t.dtype for state in states(model, optimizer).values() for t in state.values()}
+    assert dtypes == {torch.float32}
+
+
 def test_masters_share_no_memory_with_the_weights():
     model, optimizer = make("bfloat16 with masters")
     pointers = [t.data_ptr() for state in states(model, optimizer).values() for t in state.values()]

@@ -174,6 +174,14 @@ def test_a_gradient_that_only_some_ranks_have_counts_as_zero_on_the_others(tmp_p
         assert mismatches(pieces, single[0]) == (0, 0)
 
 
+def test_shards_that_muon_refuses_are_left_to_adamw(tmp_path):
+    options = {"num_steps": 3, "predicate": sharded_work.is_plainly_cut_matrix}
+    cases = [{"args": (BLOCKS, "fsdp2 and tp"), "options": options}]
+    ranks = fork_ranks(train_cases, cases, tmp_path=tmp_path, world_size=4)
+    single = train(0, BLOCKS, "single", **options)
+    assert mismatches([rank[0][0] for rank in ranks], single[0]) == (0, 0)
+
+
 def test_hybrid_ranks_end_with_the_same_weights(plain):
     for engine in ("fsdp1:HYBRID_SHARD", "hsdp", "ddp"):
         by_positions = {}

@@ -97,3 +97,20 @@ def test_seeds_are_distinct_and_fit_into_int64():
     seeds = {sample_seed(42, SampleKey(e, i)) for e in range(3) for i in range(1000)}
     assert len(seeds) == 3000
     assert max(seeds) < 2**63
+
+
+@pytest.mark.parametrize("done", [0, 1, 3, 5])
+def test_a_resumed_sampler_continues_where_the_other_stopped(done):
+    options = {"num_samples": 10, "seed": 7, "num_steps": 5, "accumulation": 2}
+    whole = StepSampler(**options, batch_size=2)
+    rest = StepSampler(
+        **options, batch_size=2, first_step=done, first_sample=whole.samples_before(done)
+    )
+    assert list(rest) == list(whole)[2 * done :]
+    assert len(rest) == len(whole)
+
+
+@pytest.mark.parametrize("step", [0, 2, 4])
+def test_the_samples_of_any_step_can_be_named(step):
+    sampler = StepSampler(10, 7, 5, batch_size=3, accumulation=2, rank=1, world_size=2)
+    assert sampler.step_keys(step) == list(sampler)[2 * step : 2 * step + 2]

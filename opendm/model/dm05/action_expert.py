@@ -17,6 +17,7 @@ from transformers.models.gemma3 import modeling_gemma3
 from opendm.constants.precision import BF16_MIXED_PRECISION_POLICY
 from opendm.model.dm05.attention import ATTENTION, mask_for
 from opendm.model.dm05.precision import conditioning_linear
+from opendm.model.dm05.rotary import Rotate, rotate
 
 Hidden = Float[Tensor, "B T hidden"]
 Gate = Float[Tensor, "B 1 hidden"]
@@ -39,6 +40,8 @@ def adaptive_rms_norm(
 class ActionExpertLayer(modeling_gemma3.Gemma3DecoderLayer):
     """One layer; ``input_layernorm`` and ``pre_feedforward_layernorm`` lend only their eps."""
 
+    rotate: Rotate = staticmethod(rotate)
+
     def forward(  # noqa: PLR0917 - checkpoint() passes them on by position
         self,
         hidden: Hidden,
@@ -56,7 +59,7 @@ class ActionExpertLayer(modeling_gemma3.Gemma3DecoderLayer):
         query = attention.q_norm(attention.q_proj(normed).view(heads).transpose(1, 2))
         key = attention.k_norm(attention.k_proj(normed).view(heads).transpose(1, 2))
         value = attention.v_proj(normed).view(heads).transpose(1, 2)
-        query, key = modeling_gemma3.apply_rotary_pos_emb(query, key, *rotary)
+        query, key = self.rotate(query, key, *rotary)
         key = torch.cat([prefix_key.to(key.dtype), key], dim=2)
         value = torch.cat([prefix_value.to(value.dtype), value], dim=2)
         mixed = ATTENTION[backend](query, key, value, mask, attention.scaling)

@@ -6,7 +6,9 @@ from typing import TYPE_CHECKING, Annotated
 
 from opendm.constants.precision import (
     BF16_MIXED_PRECISION_POLICY,
+    COMPUTE_DTYPE,
     FP32_MIXED_PRECISION_POLICY,
+    MODEL_DTYPE,
     PRECISION_POLICIES,
 )
 from opendm.errors import CheckpointError, ConfigError
@@ -54,7 +56,7 @@ class DM05ModelConfig:
     def export_dtype(self) -> str:
         """Dtype of the weights in files, by torch's name."""
         half = self.bf16 and self.precision_policy == BF16_MIXED_PRECISION_POLICY
-        return "bfloat16" if half else "float32"
+        return COMPUTE_DTYPE if half else MODEL_DTYPE
 
     def validate(self) -> None:
         """Check sizes, names and that the checkpoint exists.
@@ -87,6 +89,7 @@ class DM05ModelConfig:
 
         from opendm.model.dm05 import checkpoint_files
         from opendm.model.dm05.dm05_arch import DM05ForConditionalGeneration
+        from opendm.model.dm05.liger import use_liger_kernels
         from opendm.model.dm05.precision import configure_fp32_precision_runtime
 
         if use_lora:
@@ -97,12 +100,13 @@ class DM05ModelConfig:
         dtype = getattr(torch, self.export_dtype)
         model = DM05ForConditionalGeneration.from_pretrained(path, config=config, dtype=dtype)
         model.set_precision_policy(self.precision_policy)
+        device = "cuda" if torch.cuda.is_available() else "cpu"
         model.set_attention_implementation(
             llm_attn_implementation=self.llm_attn_implementation,
             vision_attn_implementation=self.vision_attn_implementation,
             action_attn_implementation=self.action_attn_implementation,
             bf16=self.bf16,
-            device="cuda" if torch.cuda.is_available() else "cpu",
+            device=device,
             named=self._named_backends(),
         )
         model.enable_gradient_checkpointing(
@@ -111,6 +115,9 @@ class DM05ModelConfig:
         )
         if self.freeze_vlm_embedding:
             model.freeze_vlm_embedding()
+        if self.liger_kernel:
+            named = flag_was_given("--model-config.liger-kernel")
+            use_liger_kernels(model, device, named=named)
         if self.precision_policy == FP32_MIXED_PRECISION_POLICY:
             configure_fp32_precision_runtime()
         return model

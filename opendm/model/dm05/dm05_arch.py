@@ -10,6 +10,7 @@ import torch
 from jaxtyping import Int
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, GenerationMixin
+from transformers.models.siglip.modeling_siglip import SiglipEncoderLayer
 from transformers.utils.generic import ModelOutput
 
 from opendm.constants.precision import FP32_MIXED_PRECISION_POLICY
@@ -272,10 +273,17 @@ class DM05ForConditionalGeneration(DMPreTrainedModel, GenerationMixin):
         """Keep the token embedding as it is."""
         self.language_model.embed_tokens.requires_grad_(False)  # noqa: FBT003
 
-    def fsdp_wrap_modules(self) -> list[nn.Module]:
-        """The published FSDP units: the Action Expert and the last VLM layers."""
+    def fsdp_wrap_modules(self, preset: str = "published") -> list[nn.Module]:
+        """FSDP units below the root.
+
+        ``published`` is the whole Action Expert and the last VLM layers; ``per_layer`` is every
+        layer of the VLM, of the vision tower and of the Action Expert.
+        """
         layers = list(self.language_model.layers)
-        return [self.model.action_expert, *layers[-NUM_WRAPPED_VLM_LAYERS:]]
+        if preset == "published":
+            return [self.model.action_expert, *layers[-NUM_WRAPPED_VLM_LAYERS:]]
+        vision = [m for m in self.visual.modules() if isinstance(m, SiglipEncoderLayer)]
+        return [*vision, *layers, *self.model.action_expert.layers]
 
     # Parts
 

@@ -50,11 +50,7 @@ class DM05Model(DMPreTrainedModel):
         history_mask: Tensor | None = None,
     ) -> Tensor:
         """Token embeddings ``[B, L, hidden]`` with image tokens in their places."""
-        language = self.vlm.model.language_model
-        embeddings = language.embed_tokens(input_ids)
-        embeddings = embeddings.to(
-            residual_dtype(language.embed_tokens.weight, self.precision_policy)
-        )
+        embeddings = self._embed_tokens(input_ids)
         padding = (input_ids == HISTORY_PAD_TOKEN_ID)[..., None]
         embeddings = embeddings.masked_fill(padding, 0.0)
         if pixel_values is not None:
@@ -66,6 +62,20 @@ class DM05Model(DMPreTrainedModel):
             frames = pool_history(frames, HISTORY_TOKENS_PER_IMAGE)
             embeddings = embeddings.masked_scatter(history_mask[..., None], frames)
         return embeddings
+
+    def _embed_tokens(self, input_ids: Int[Tensor, "B L"]) -> Tensor:
+        """Scaled rows of the table, ``[B, L, hidden]``.
+
+        The scale is rounded to the residual stream's dtype, not to the table's: a table that is
+        stored in float32 to be trained embeds as the exported bfloat16 one will.
+        """
+        language = self.vlm.model.language_model
+        table = language.embed_tokens
+        # not the table's dtype: it is frozen, and stays bfloat16 where trained weights are float32
+        like = language.layers[0].self_attn.k_proj.weight
+        dtype = residual_dtype(like, self.precision_policy)
+        rows = F.embedding(input_ids, table.weight, table.padding_idx)
+        return rows.to(dtype) * table.embed_scale.to(dtype)
 
     def prefix(  # noqa: PLR0917 - the order of forward()
         self,

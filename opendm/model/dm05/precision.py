@@ -1,6 +1,6 @@
 """Which parts of the network compute in float32 whatever surrounds them."""
 
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 import torch.nn.functional as F  # noqa: N812
@@ -63,7 +63,20 @@ def dm05_autocast(device: torch.device) -> AbstractContextManager[None]:
     return torch.autocast(device.type, dtype=getattr(torch, COMPUTE_DTYPE))
 
 
+def inference_autocast(device: torch.device, policy: str) -> AbstractContextManager[None]:
+    """What surrounds sampling: ``fp32_mixed`` computes as in training, ``bf16_mixed`` as stored."""
+    return dm05_autocast(device) if policy == FP32_MIXED_PRECISION_POLICY else nullcontext()
+
+
 def configure_fp32_precision_runtime() -> None:
-    """Turn TF32 off for the process, as ``fp32_mixed`` promises full float32 outside autocast."""
-    torch.backends.cuda.matmul.allow_tf32 = TF32_ENABLED
-    torch.backends.cudnn.allow_tf32 = TF32_ENABLED
+    """Turn TF32 off for the process, as ``fp32_mixed`` promises full float32 outside autocast.
+
+    Hugging Face's ``TrainingArguments(tf32=True)`` sets ``torch.backends.fp32_precision``, which a
+    backend's own setting overrides, so each is set. The older ``allow_tf32`` switches must stay
+    untouched: torch refuses to read them once the two kinds of switches disagree.
+    """
+    precision = "tf32" if TF32_ENABLED else "ieee"
+    torch.backends.fp32_precision = precision  # type: ignore[attr-defined]
+    torch.backends.cuda.matmul.fp32_precision = precision
+    torch.backends.cudnn.conv.fp32_precision = precision  # type: ignore[attr-defined]
+    torch.backends.cudnn.rnn.fp32_precision = precision  # type: ignore[attr-defined]

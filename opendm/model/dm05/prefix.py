@@ -15,6 +15,7 @@ from transformers import Gemma3Config
 from transformers.models.gemma3 import modeling_gemma3
 
 from opendm.model.dm05.attention import ATTENTION, mask_for
+from opendm.model.dm05.rotary import Rotate, rotate
 from opendm.model.dm05.visibility import (
     image_blocks,
     prefix_positions,
@@ -42,6 +43,8 @@ class PrefixDecoderLayer(modeling_gemma3.Gemma3DecoderLayer):
     nothing reads the hidden states any more. Called without, it is the stock layer.
     """
 
+    rotate: Rotate = staticmethod(rotate)
+
     def forward(
         self,
         hidden_states: Tensor,
@@ -64,10 +67,10 @@ class PrefixDecoderLayer(modeling_gemma3.Gemma3DecoderLayer):
         value = attention.v_proj(normed).view(heads).transpose(1, 2)
         cos, sin = position_embeddings
         if keys_only:
-            _, key = modeling_gemma3.apply_rotary_pos_emb(key, key, cos, sin)
+            _, key = self.rotate(key, key, cos, sin)
             return key, value
         query = attention.q_norm(attention.q_proj(normed).view(heads).transpose(1, 2))
-        query, key = modeling_gemma3.apply_rotary_pos_emb(query, key, cos, sin)
+        query, key = self.rotate(query, key, cos, sin)
         mixed = ATTENTION[backend](query, key, value, attention_mask, attention.scaling)
         mixed = attention.o_proj(mixed.transpose(1, 2).flatten(2))
         hidden_states = hidden_states + self.post_attention_layernorm(mixed)

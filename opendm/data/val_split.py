@@ -1,0 +1,41 @@
+"""Which episodes are held out of training."""
+
+import hashlib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Literal, get_args
+
+from opendm.data.episodes import Episode
+from opendm.errors import ConfigError
+
+Split = Literal["train", "val"]
+
+
+def select_split(
+    episodes: Sequence[Episode], jsonl_dir: str, num_held_out: int, split: Split
+) -> list[Episode]:
+    """The episodes of one split, in the order in which they are given.
+
+    An episode is held out by a hash of its path below ``jsonl_dir``: every run holds out the same
+    ones, whatever its seed, and adding an episode to the folder exchanges at most one of them.
+
+    Raises:
+        ConfigError: the split has no episode, or is unknown.
+    """
+    if split not in get_args(Split):
+        raise ConfigError(f"split {split!r} is unknown; allowed: {', '.join(get_args(Split))}")
+    if split == "val" and num_held_out == 0:
+        raise ConfigError("--data-config.val-episodes is 0; give the number of held-out episodes")
+    if num_held_out >= len(episodes):
+        raise ConfigError(
+            f"--data-config.val-episodes {num_held_out} leaves no episode to train on: {jsonl_dir} "
+            f"has {len(episodes)}; give at most {len(episodes) - 1}"
+        )
+    ranked = sorted(episodes, key=lambda episode: _order(episode, jsonl_dir))
+    chosen = {episode.path for episode in ranked[:num_held_out]}
+    return [episode for episode in episodes if (episode.path in chosen) == (split == "val")]
+
+
+def _order(episode: Episode, jsonl_dir: str) -> bytes:
+    name = episode.path.relative_to(Path(jsonl_dir)).as_posix()
+    return hashlib.sha256(f"held out/{name}".encode()).digest()

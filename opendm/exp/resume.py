@@ -1,0 +1,193 @@
+"""Which checkpoint a run continues, and whether it may: what of its configuration has changed."""
+
+import json
+import logging
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from fnmatch import fnmatch
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from opendm.errors import CheckpointError, ConfigError
+from opendm.exp.run_file import RUN_FILE
+from opendm.trainer.checkpoint_folder import newest_healthy
+from opendm.trainer.manifest import verify
+from opendm.trainer.train_state import STATE_FOLDER
+
+if TYPE_CHECKING:
+    from opendm.trainer.config import DM05TrainerConfig
+
+logger = logging.getLogger(__name__)
+
+LEFT_BY_A_RUN: Final = ("checkpoint-*", ".checkpoint-*", "metrics.jsonl", "nonfinite.json")
+
+FREE: Final = (
+    "task", "logger_level", "inference_config.*",
+    "trainer_config.output_dir", "trainer_config.save_*", "trainer_config.logging_steps",
+    "trainer_config.dataloader_*", "trainer_config.wandb_project", "trainer_config.resume",
+    "trainer_config.overwrite", "trainer_config.accept_changes", "trainer_config.nonfinite",
+    "trainer_config.max_nonfinite_steps", "trainer_config.eval_steps",
+    "data_config.norm_stats_root",
+)  # fmt: skip
+"""Change nothing that is learnt."""
+LAYOUT: Final = (
+    "trainer_config.fsdp*", "trainer_config.per_device_train_batch_size",
+    "trainer_config.gradient_accumulation_steps", "model_config.*_gradient_checkpointing",
+)  # fmt: skip
+"""How the same work is cut; allowed while the samples of a step stay the same."""
+SCHEDULE: Final = (
+    "optimizer_config.base_lr", "optimizer_config.warmup_steps", "optimizer_config.weight_decay",
+    "optimizer_config.adam_*", "optimizer_config.muon_*", "trainer_config.num_train_steps",
+    "trainer_config.lr_scheduler_*", "trainer_config.ema_decay",
+)  # fmt: skip
+"""Rates and schedules: allowed where the user says so."""
+
+
+@dataclass
+class Changes:
+    """Differences between two configurations, as ``name: before -> now``."""
+
+    schedule: list[str] = field(default_factory=list)
+    other: list[str] = field(default_factory=list)
+
+
+def compare(saved: Mapping[str, Any], now: Mapping[str, Any]) -> Changes:
+    """What of a configuration has changed, but for what may."""
+    before, after = _flat(saved), _flat(now)
+    changes = Changes()
+    for name in sorted(before.keys() | after.keys()):
+        if before.get(name) == after.get(name) or _matches(name, FREE + LAYOUT):
+            continue
+        line = f"{name}: {before.get(name)} -> {after.get(name)}"
+        (changes.schedule if _matches(name, SCHEDULE) else changes.other).append(line)
+    return changes
+
+
+def check_same_run(
+    saved: Mapping[str, Any], now: Mapping[str, Any], folder: str, *, accept_changes: bool
+) -> list[str]:
+    """Differences of rates and schedules that were accepted.
+
+    Raises:
+        ConfigError: the checkpoint is of another configuration, or of other rates and nobody said
+            that these may change.
+    """
+    changes = compare(saved, now)
+    if changes.other:
+        raise ConfigError(
+            f"{folder} was trained with another configuration: {'; '.join(changes.other)}. Name "
+            "another --trainer-config.output-dir, or --trainer-config.overwrite to start anew"
+        )
+    if changes.schedule and not accept_changes:
+        raise ConfigError(
+            f"{folder} was trained with other rates: {'; '.join(changes.schedule)}. Say "
+            "--trainer-config.accept-changes to continue with the new ones"
+        )
+    return changes.schedule
+
+
+def find_checkpoint(
+    config: "DM05TrainerConfig", run: Mapping[str, Any], hashes: Mapping[str, str]
+) -> Path | None:
+    """The checkpoint to continue; None to begin at step 0.
+
+    Args:
+        config: ``resume``, ``overwrite``, ``accept_changes`` and the output folder.
+        run: content of ``run.json`` of the present run.
+        hashes: of dataset and statistics, as in a manifest.
+
+    Raises:
+        ConfigError: the output folder holds another run, or nothing healthy.
+        CheckpointError: the named checkpoint does not verify, or cannot be continued.
+    """
+    output_dir = Path(config.output_dir)
+    if config.overwrite:
+        _remove_earlier_run(output_dir)
+    if config.resume == "never":
+        _refuse_earlier_run(output_dir)
+        return None
+    if config.resume != "auto":
+        folder = Path(config.resume)
+        manifest = verify(folder)
+    else:
+        newest = newest_healthy(output_dir, logger.warning)
+        if newest is None:
+            _refuse_earlier_run(output_dir)
+            return None
+        _, folder = newest
+        manifest = verify(folder)
+    if not (folder / STATE_FOLDER).is_dir():
+        raise CheckpointError(
+            f"{folder} holds weights and no state (--trainer-config.save-only-model); give it as "
+            "--model-config.model-name-or-path, or --trainer-config.overwrite to start anew"
+        )
+    saved = json.loads((folder / RUN_FILE).read_text(encoding="utf-8"))
+    changed = check_same_run(
+        saved["config"], run["config"], str(folder), accept_changes=config.accept_changes
+    )
+    for line in changed:
+        logger.warning("changed since %s: %s", folder, line)
+    _check_same_data(manifest.hashes, hashes, folder)
+    _check_same_step_size(saved, run, folder)
+    return folder
+
+
+def _refuse_earlier_run(output_dir: Path) -> None:
+    found = sorted(output_dir.glob("checkpoint-*"))
+    if found:
+        raise ConfigError(
+            f"--trainer-config.output-dir {output_dir} holds {found[-1].name} of an earlier run, "
+            "which is not continued (resume is never, or no checkpoint there is healthy); name "
+            "another folder, or --trainer-config.overwrite to remove it"
+        )
+
+
+def _remove_earlier_run(output_dir: Path) -> None:
+    for path in [p for pattern in LEFT_BY_A_RUN for p in output_dir.glob(pattern)]:
+        logger.warning("removing %s", path)
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
+
+
+def _check_same_data(saved: Mapping[str, str], now: Mapping[str, str], folder: Path) -> None:
+    changed = [key for key in ("dataset", "statistics") if saved.get(key) != now.get(key)]
+    if changed:
+        raise ConfigError(
+            f"{folder} was trained on another {' and other '.join(changed)}; bring them back, or "
+            "start anew in another --trainer-config.output-dir"
+        )
+
+
+def samples_per_step(run: Mapping[str, Any]) -> int:
+    """Samples of one optimizer step over all ranks."""
+    trainer = run["config"]["trainer_config"]
+    return int(
+        trainer["per_device_train_batch_size"]
+        * trainer["gradient_accumulation_steps"]
+        * run["engine"]["world_size"]
+    )
+
+
+def _check_same_step_size(saved: Mapping[str, Any], now: Mapping[str, Any], folder: Path) -> None:
+    before, after = samples_per_step(saved), samples_per_step(now)
+    if before != after:
+        raise ConfigError(
+            f"{folder} was trained with {before} samples a step, and this run has {after} (batch x "
+            "accumulation x processes); change --trainer-config.per-device-train-batch-size or "
+            "--trainer-config.gradient-accumulation-steps so that they agree"
+        )
+
+
+def _matches(name: str, patterns: tuple[str, ...]) -> bool:
+    return any(fnmatch(name, pattern) for pattern in patterns)
+
+
+def _flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for key, value in tree.items():
+        name = f"{prefix}{key}"
+        if isinstance(value, Mapping) and key != "lr_scheduler_kwargs":
+            flat |= _flat(value, f"{name}.")
+        else:
+            flat[name] = value
+    return flat

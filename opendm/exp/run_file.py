@@ -1,0 +1,55 @@
+"""``run.json``: what a run was started with, in its output folder and in every checkpoint."""
+
+import hashlib
+import json
+import platform
+from collections.abc import Mapping
+from dataclasses import asdict
+from enum import Enum
+from importlib.metadata import version
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from opendm.data.episodes import fingerprint
+
+if TYPE_CHECKING:
+    from opendm.exp.dm05_exp import DM05Exp
+    from opendm.trainer.engine import Engine
+
+RUN_FILE: Final = "run.json"
+REPORTED_PACKAGES: Final = ("opendm", "torch", "torchvision", "transformers", "accelerate", "numpy")
+
+
+def run_record(exp: "DM05Exp", engine: "Engine", world_size: int) -> dict[str, Any]:
+    """Resolved configuration, versions, engine and dataset, as JSON holds them."""
+    info = exp.data_config._dataset_info()  # noqa: SLF001 - the public hook
+    record = {
+        "config": asdict(exp),
+        "versions": {name: version(name) for name in REPORTED_PACKAGES}
+        | {"python": platform.python_version()},
+        "engine": {
+            "name": engine.name,
+            "world_size": world_size,
+            "device": engine.device.type,
+            "compute_dtype": str(engine.compute_dtype).removeprefix("torch.")
+            if engine.compute_dtype
+            else "float32",
+        },
+        "dataset_fingerprint": fingerprint(info["jsonl_dir"]),
+    }
+    return json.loads(json.dumps(record, default=_json_value))
+
+
+def write_run_file(record: Mapping[str, Any], folder: Path) -> None:
+    """Write ``run.json`` into a folder."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / RUN_FILE).write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+
+
+def text_hash(text: str) -> str:
+    """SHA-256 of a text."""
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _json_value(value: object) -> object:
+    return value.value if isinstance(value, Enum) else str(value)
