@@ -215,7 +215,7 @@ class DM05DataConfig:
         transforms = self.build_transforms(processor, chunk_size, max_length, augment=augment)
         return self._split_dataset(transforms, split)
 
-    def build_val_dataset(self, processor: Any, chunk_size: int, max_length: int) -> JsonlDataset:
+    def build_val_dataset(self, processor: Any, chunk_size: int, max_length: int) -> Any:
         """The held-out samples of :meth:`build_dataset`, which a subclass may override.
 
         Raises:

@@ -64,8 +64,8 @@ class MuonAdamW(torch.optim.Optimizer):
         muon_moonlight_coefficient: matches the size of Muon's update to AdamW's.
         predicate: name and whole parameter to whether Muon takes it. Without it the marks of
             ``mark_muon_parameters`` decide, and without marks the Action Expert's matrices.
-        process_group: where no wrapped model is given: the ranks that hold copies of plain parameters,
-            or pieces of marked ones.
+        process_group: where no wrapped model is given: the ranks that hold copies of plain
+            parameters, or pieces of marked ones.
         ns_dtype: dtype of the Newton-Schulz products.
         master_weights: keep float32 masters of half-precision weights.
         missing_grad: ``skip`` leaves a matrix alone that has no gradient on any rank; ``zero``

@@ -183,10 +183,12 @@ class PieceReader:
 
     def _read_interval(self, name: str, start: int, stop: int) -> dict[str, Tensor]:
         parts: dict[str, list[Tensor]] = {}
+        num_found = 0
         for piece_start, piece_stop, file in self._index[name]["pieces"]:
             first, last = max(piece_start, start), min(piece_stop, stop)
             if first >= last:
                 continue
+            num_found += last - first
             opened = self._open(file)
             for key in self._keys[file].get(name, []):
                 tensor = opened.get_slice(f"{name}/{key}")
@@ -197,12 +199,13 @@ class PieceReader:
                     else tensor[first - piece_start : last - piece_start]
                 )
         tensors = {key: p[0] if p[0].ndim == 0 else torch.cat(p) for key, p in parts.items()}
-        for key, tensor in tensors.items():
-            if tensor.ndim > 0 and tensor.numel() != stop - start:
-                raise CheckpointError(
-                    f"{self._folder} holds {tensor.numel()} of {stop - start} elements of {key} of "
-                    f"{name}; it is not complete, take another checkpoint"
-                )
+        for tensor in tensors.values():
+            num_found = min(num_found, tensor.numel() if tensor.ndim > 0 else num_found)
+        if num_found != stop - start:
+            raise CheckpointError(
+                f"{self._folder} holds {num_found} of {stop - start} elements of {name}; it is not "
+                "complete, take another checkpoint"
+            )
         return tensors
 
     def _open(self, file: str) -> Any:

@@ -132,11 +132,12 @@ class ShardedMuon:
         if self._device.type == "cpu":
             yield from ([m] for m in matrices)
             return
-        equal: dict[tuple[tuple[int, int], int], list[int]] = {}
+        equal: dict[tuple[tuple[int, int], int, int], list[int]] = {}
         for m in matrices:
-            steps = self._pieces[m].options["muon_ns_steps"]
-            equal.setdefault((self.plan.shapes[m], steps), []).append(m)
-        for ((rows, cols), _), members in equal.items():
+            piece = self._pieces[m]
+            alike = (self.plan.shapes[m], piece.dim, piece.options["muon_ns_steps"])
+            equal.setdefault(alike, []).append(m)
+        for ((rows, cols), *_), members in equal.items():
             size = max(1, self._options.stack_bytes // (4 * rows * cols))
             yield from (members[k : k + size] for k in range(0, len(members), size))
 
@@ -163,12 +164,16 @@ class ShardedMuon:
                     start, stop = slot.interval
                     whole[k].view(-1)[start:stop].copy_(inbox[slot.offset : slot.stop])
                     flags[k] = torch.maximum(flags[k], inbox[slot.stop])
+        # Of matrices that are not square the transposed one gives the transposed bits anyway.
+        is_turned = self._pieces[stack[0]].dim == 1 and shape[0] == shape[1]
+        whole = whole.mT if is_turned else whole
         unit, finite = scale_to_unit_norm(whole if len(stack) > 1 else whole[0])
         del whole
         steps = self._pieces[stack[0]].options["muon_ns_steps"]
         update = newton_schulz(unit, steps=steps, ns_dtype=self._options.ns_dtype)
         self.num_orthogonalized += len(stack)
         update.masked_fill_(~finite.view(*finite.shape, 1, 1), 0.0)
+        update = update.mT if is_turned else update
         said = torch.stack(flags) * torch.where(finite, APPLY, NON_FINITE).float()
         verdicts = dict(zip(stack, said.unbind(), strict=True))
         updates = dict(zip(stack, update.reshape(len(stack), -1).unbind(), strict=True))

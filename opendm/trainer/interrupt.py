@@ -4,7 +4,7 @@ import os
 import signal
 import threading
 from types import FrameType, TracebackType
-from typing import Any, Final, NoReturn, Self
+from typing import Any, Final, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -33,7 +33,7 @@ class StopRequest:
         self._finish_steps = False
         self._previous: dict[signal.Signals, Any] = {}
 
-    def __enter__(self) -> Self:
+    def __enter__(self) -> "StopRequest":
         for signum in SIGNALS:
             # nohup ignores SIGHUP so that the run outlives its terminal
             if signum != signal.SIGHUP or signal.getsignal(signum) != signal.SIG_IGN:

@@ -187,7 +187,6 @@ def _pieces(
         if name in ema:
             tensors[EMA] = ema[name]
         pieces[name] = Piece(locator.locate(name, param), tensors)
-        _check_is_sharded(name, param, pieces[name].placement)
     return pieces
 
 
@@ -213,23 +212,12 @@ def _checked_placements(
     placements = {name: locator.locate(name, param) for name, param in named.items()}
     for name, param in named.items():
         reader.check_shape(name, placements[name].shape)
-        _check_is_sharded(name, param, placements[name])
         if saved[name]["dtype"] != str(param.dtype):
             raise CheckpointError(
                 f"{name} was saved as {saved[name]['dtype']} and is stored as {param.dtype}; "
                 "resume in the precision of the run"
             )
     return placements
-
-
-def _check_is_sharded(name: str, param: nn.Parameter, placement: Placement) -> None:
-    interval = placement.interval
-    held = local(param).numel()
-    if interval is not None and interval[1] - interval[0] != held:
-        raise CheckpointError(
-            f"{name} is gathered: this rank holds {held} elements and not its own "
-            f"{interval[1] - interval[0]}; reshard the model after evaluating it"
-        )
 
 
 def _restore(
@@ -279,7 +267,8 @@ def _named_groups(
             if param not in names:
                 raise CheckpointError(
                     f"{type(optimizer).__name__} holds a parameter of shape {tuple(param.shape)} "
-                    "that is not a trainable one of the model; make it from the wrapped model"
+                    "that is not among the model's trainable ones; make it from the wrapped model, "
+                    "and reshard weights that an evaluation has gathered"
                 )
         if group["params"]:
             groups.append((group, [names[param] for param in group["params"]]))

@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader
 
 from opendm.errors import OpenDMError
 from opendm.trainer.engine import Engine, autocast, is_fsdp1, sharded_units
+from opendm.trainer.interrupt import outlive_signals
 from opendm.trainer.sampling import SampleKey, SeededCollator, SeededDataset
 
 VALIDATION_EPOCH: Final = -1
@@ -79,6 +80,7 @@ def held_out(
         batch_sampler=[[SampleKey(VALIDATION_EPOCH, row) for row in rows] for rows in batches],
         collate_fn=SeededCollator(collator),
         num_workers=num_workers,
+        worker_init_fn=outlive_signals,
         generator=torch.Generator(),  # else the loader draws from the generator of training
     )
     return HeldOut(loader, len(range(rank, num_samples, world_size)), num_samples)

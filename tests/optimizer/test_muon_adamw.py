@@ -11,6 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from opendm.errors import ConfigError
 from opendm.optimizer import MuonAdamW, zeropower_via_newtonschulz5
+from opendm.optimizer.sharded_muon import ShardedMuon
 from opendm.optimizer.update_rules import apply_, muon_rate
 
 SHAPES = {"tall": (24, 9), "wide": (9, 24), "square": (12, 12), "row": (1, 17), "column": (17, 1)}
@@ -594,3 +595,29 @@ def test_parameters_that_change_after_construction_are_refused(change):
     with pytest.raises(ConfigError, match="shard the model first, then make a new MuonAdamW"):
         optimizer.step()
     assert_same_bits(bits(model), before)
+
+
+def by_shape(muon, matrices):
+    """Stacks as on a GPU."""
+    for shape in dict.fromkeys(muon.plan.shapes[m] for m in matrices):
+        yield [m for m in matrices if muon.plan.shapes[m] == shape]
+
+
+def test_stacks_of_a_gpu_give_each_matrix_its_own_update_and_verdict(monkeypatch):
+    shapes = {f"{name}{k}": shape for name, shape in SHAPES.items() for k in range(3)}
+    results = []
+    for stacks in (ShardedMuon._stacks, by_shape):
+        monkeypatch.setattr(ShardedMuon, "_stacks", stacks)
+        model = network(shapes)
+        optimizer = make(model)
+        for step in range(3):
+            grads = gradients(model, step)
+            grads["tall1"][0, 0], grads["wide2"] = math.inf, None
+            set_gradients(model, grads)
+            optimizer.step()
+        assert (optimizer.skipped_matrices, optimizer.num_orthogonalized) == (3, 3 * len(shapes))
+        results.append(bits(model))
+    assert_same_bits(*results)
+    start = bits(network(shapes))
+    assert_same_bits(results[0], start, ["tall1", "wide2"])
+    assert not torch.equal(results[0]["tall0"], start["tall0"])

@@ -13,7 +13,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 import sharded_work
 from sharded_work import train, train_cases
 
-BLOCKS = (((9, 5), (6, 11), (16, 16), (1, 12)), ((13, 7), (4, 12)))
+BLOCKS = (((9, 5), (6, 11), (16, 16), (1, 12)), ((13, 7), (12, 12)))
 NUM_MATRICES = 6
 ENGINES = {
     2: ["ddp", "fsdp1", "fsdp1:FULL_SHARD", "fsdp1:NO_SHARD", "fsdp2", "tp"],

@@ -88,7 +88,6 @@ def check(run: Run, where: str, who: int, fault: str) -> None:
 
 SHORT = (
     ("stop", "step", 0),
-    ("sleep", "optimizer", 1),
     ("kill", "step", 0),
     ("raise", "statistics", 1),
     ("exit 0", "saving", 1),
@@ -112,10 +111,6 @@ def test_a_lost_rank_ends_the_job_in_time_and_is_named(short_runs, fault, where,
     check(run, where, who, fault)
 
 
-def test_a_rank_that_hangs_shows_where(short_runs):
-    assert "rank_program.py" in short_runs["sleep"].result().error.split("Current thread")[1]
-
-
 @pytest.mark.soak
 @pytest.mark.parametrize("where", PHASES)
 @pytest.mark.parametrize("fault", sorted(ENDS))
@@ -124,3 +119,5 @@ def test_every_fault_of_a_rank_in_every_phase(tmp_path, fault, where):
     run = play(tmp_path / "run", where, who, fault)
     print(f"{fault} of rank {who} during {where}: gone after {run.seconds:.1f} s")
     check(run, where, who, fault)
+    if fault == "sleep":  # it was asked where it hangs
+        assert "rank_program.py" in run.error.split("Current thread")[1]

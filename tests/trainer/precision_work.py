@@ -4,7 +4,6 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 import torch
-from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from workers import small_batch, small_model
@@ -30,6 +29,9 @@ class Seen:
     """Matrix products and convolutions of the forward pass, by the dtype of their factors."""
     condition: set = field(default_factory=set)
     residual: set = field(default_factory=set)
+    """Of the text model and the Action Expert."""
+    vision: set = field(default_factory=set)
+    """The residual stream of the vision tower."""
     angles: set = field(default_factory=set)
     gathered: set = field(default_factory=set)
     reduced: set = field(default_factory=set)
@@ -81,6 +83,11 @@ def observe_inputs(model, seen):
         seen.angles |= {t.dtype for t in args[1]}
         seen.read |= {p.dtype for p in module.mlp.parameters() if p.requires_grad}
 
+    def vision_layer(module, args):
+        seen.vision.add(args[0].dtype)
+
+    for layer in model.visual.encoder.layers:
+        layer.register_forward_pre_hook(vision_layer)
     model.model.action_expert.register_forward_pre_hook(expert, with_kwargs=True)
     for layer in model.model.action_expert.layers:
         layer.register_forward_pre_hook(expert_layer)
@@ -123,8 +130,7 @@ def step(rank, world_size, engine_name, policy):
     seen.states = {t.dtype for t in states if isinstance(t, torch.Tensor)}
     seen.outputs = {outputs.loss.dtype, outputs.fm_loss.dtype, outputs.per_sample_loss.dtype}
     seen.stored_after = {p.dtype for p in parameters if p.requires_grad}
-    is_dtensor = any(isinstance(p, DTensor) for p in parameters)
-    return plain(seen) | {"is_dtensor": is_dtensor}
+    return plain(seen)
 
 
 def plain(seen):

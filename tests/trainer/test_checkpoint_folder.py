@@ -132,6 +132,7 @@ def test_every_byte_is_on_the_disk_before_the_rename_and_the_rename_before_a_rem
     hidden = tmp_path / ".checkpoint-1.removed"
     removed = {path for call, path in log[:removal] if call in ("unlink", "rmdir", "remove")}
     assert removed <= {hidden}  # what is not there yet
+    assert log[removal + 1] == ("fsync", tmp_path)
 
 
 @pytest.mark.parametrize("lasting", [False, True], ids=["once", "lasting"])
@@ -199,7 +200,7 @@ def test_rotation_goes_by_the_number_not_by_name_or_time(tmp_path):
         save(tmp_path, step)
     rotate(tmp_path, 3, save(tmp_path, 30))
     assert names(tmp_path) == ["checkpoint-100", "checkpoint-20", "checkpoint-30"]
-    rotate(tmp_path, 9, tmp_path / "checkpoint-30")
+    rotate(tmp_path, 4, tmp_path / "checkpoint-30")
     assert len(names(tmp_path)) == 3
 
 
@@ -228,6 +229,21 @@ def test_a_checkpoint_that_cannot_be_removed_is_named(tmp_path):
     with pytest.raises(CheckpointError, match=r"checkpoint-1 could not be removed: .*denied"):
         fail_at(lambda: rotate(tmp_path, 1, folder), 0, errno.EACCES, lasting=False)
     assert len(healthy_checkpoints(tmp_path, no_report)) == 2
+
+
+def test_a_checkpoint_is_removed_over_what_a_removal_before_left(tmp_path):
+    with_leftovers(tmp_path)
+    remove(tmp_path / "checkpoint-1")
+    assert names(tmp_path) == [".checkpoint-2.partial"]
+
+
+def test_of_a_linked_checkpoint_only_the_link_is_removed(tmp_path):
+    folder = save(tmp_path / "archive", 1)
+    (tmp_path / "checkpoint-1").symlink_to(folder)
+    assert newest_healthy(tmp_path, no_report) == (1, tmp_path / "checkpoint-1")
+    remove(tmp_path / "checkpoint-1")
+    assert names(tmp_path) == ["archive"]
+    verify(folder)
 
 
 def test_only_leftovers_of_dead_saves_are_cleared(tmp_path):

@@ -30,6 +30,7 @@ def test_the_next_numbers_are_the_same_after_restoring(num_normals):
 
 
 @pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_the_next_numbers_of_cuda_are_the_same_after_restoring():
     text = json.dumps(capture_random_states(), allow_nan=False)
     expected = torch.rand(4, device="cuda")

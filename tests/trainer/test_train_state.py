@@ -10,6 +10,7 @@ import pytest
 import torch
 from ranks import fork_ranks
 from safetensors import safe_open
+from safetensors.torch import save_file
 from torch import nn
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -70,10 +71,10 @@ def test_what_one_rank_cannot_do_is_said_and_nobody_waits(tmp_path):
     first, second = fork_ranks(work.failures, root, tmp_path=tmp_path)
     for said in (first, second):
         assert re.search(r"rank 1: AdamW keeps odd of 0\.layers\.0\.weight", said["odd state"])
-        assert said["sharded save"] == said["after backward"] == "accepted"
-        for case in ("gathered save", "gathered load"):
-            assert "0.weight is gathered: this rank holds 15 elements" in said[case]
-            assert "reshard the model" in said[case]
+        for engine in ("fsdp1", "fsdp2"):
+            assert said[engine, "before"] == said[engine, "after"] == "accepted"
+            assert "reshard weights that an evaluation" in said[engine, "save"]
+            assert "reshard weights that an evaluation" in said[engine, "load"]
     assert first["unwritable"] == "accepted"
     assert re.search(r"state-00001\.safetensors of 0\.000 GiB could not", second["unwritable"])
 
@@ -197,6 +198,18 @@ def test_own_rates_go_on_at_the_saved_step(tmp_path):
     assert state["step"] == 4
 
 
+def test_ways_of_computing_stay_those_of_the_run(tmp_path):
+    run = make()
+    train(run, 1)
+    save_train_state(tmp_path, *run, {})
+    other = make("fused", lr=0.5)
+    load_train_state(tmp_path, *other)
+    assert other[1].param_groups[0]["fused"] is True
+    assert other[1].param_groups[0]["lr"] == run[1].param_groups[0]["lr"]
+    train(other, 1)
+    assert other[1].state[other[0].scale]["step"] == 2
+
+
 def test_averages_that_were_not_saved_start_from_the_weights(tmp_path):
     run = make()
     train(run, 2)
@@ -277,6 +290,18 @@ def lose_elements(state):
     edit(state, lambda index: index["parameters"]["2.weight"]["pieces"][0].__setitem__(1, 20))
 
 
+def lose_a_parameter(state):
+    edit(state, lambda index: index["parameters"]["2.weight"]["pieces"].clear())
+
+
+def lose_a_tensor(state):
+    file = state / "state-00000.safetensors"
+    with safe_open(file, framework="pt") as opened:
+        tensors, texts = opened.get_tensors(), opened.metadata()
+    tensors["2.weight/exp_avg"] = tensors["2.weight/exp_avg"][:20].clone()
+    save_file(tensors, file, metadata=texts)
+
+
 def edit(state, change):
     index = json.loads((state / "state.json").read_text())
     change(index)
@@ -291,11 +316,14 @@ def edit(state, change):
         (remove_index, r"state\.json cannot be read: .*save-only-model"),
         (garble_index, r"state\.json cannot be read"),
         (other_format, r"has format 99; this version reads 1"),
-        (lose_elements, r"holds 20 of 21 elements of weight of 2\.weight"),
+        (lose_elements, r"holds 20 of 21 elements of 2\.weight; it is not complete"),
+        (lose_a_parameter, r"holds 0 of 21 elements of 2\.weight"),
+        (lose_a_tensor, r"holds 20 of 21 elements of 2\.weight"),
     ],
 )
 def test_a_damaged_state_is_one_error(damage, message, tmp_path):
     run = make()
+    train(run, 1)
     save_train_state(tmp_path, *run, {})
     damage(tmp_path / "state")
     with pytest.raises(CheckpointError, match=message):
@@ -314,7 +342,7 @@ def test_a_full_disk_is_one_error_with_the_size(tmp_path, monkeypatch):
 def test_parameters_and_averages_of_another_model_cannot_be_saved(tmp_path):
     model, _, scheduler = make()
     stranger = torch.optim.AdamW([nn.Parameter(torch.zeros(2, 9))])
-    with pytest.raises(CheckpointError, match=r"of shape \(2, 9\) that is not a trainable one"):
+    with pytest.raises(CheckpointError, match=r"of shape \(2, 9\) that is not among the model's"):
         save_train_state(tmp_path, model, stranger, scheduler, {})
     with pytest.raises(CheckpointError, match=r"of 1 parameters were given .* trains 4"):
         save_train_state(tmp_path, *make(), {}, ema={"other": torch.zeros(2)})

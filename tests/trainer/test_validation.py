@@ -118,7 +118,7 @@ def test_a_loss_that_is_not_finite_is_reported_as_it_is(model):
 def test_losses_agree_between_engines_and_ranks_with_and_without_averages(name, single, engines):
     wanted = np.array(single["evaluated"]["losses"])
     assert np.ptp(wanted[:, 0]) > 1e-3
-    assert abs(wanted[2, 0] - wanted[2, 1]) > 1e-4
+    assert abs(wanted[1, 0] - wanted[1, 1]) > 1e-4
     for rank in engines:
         losses = np.array(rank[name]["evaluated"]["losses"])
         np.testing.assert_allclose(losses, wanted, rtol=1e-5)
@@ -141,7 +141,7 @@ def test_averages_of_sharded_weights_are_those_of_one_process(name, single, engi
     assert np.abs(weights["model.action_in_proj.weight"]
                   - averages["model.action_in_proj.weight"]).max() > 1e-3  # fmt: skip
     for key, value in engines[0][name]["plain"]["averages"].items():
-        np.testing.assert_allclose(value, averages[key], rtol=0, atol=2e-4, err_msg=key)
+        np.testing.assert_allclose(value, averages[key], rtol=0, atol=1e-5, err_msg=key)
 
 
 @pytest.mark.parametrize("name", ["fsdp1", "fsdp2"])

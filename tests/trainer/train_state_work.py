@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch.distributed.fsdp import fully_shard
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "optimizer"))
 from sharded_work import clean, gradient, indexed, is_matrix, local, set_grad, wrap
@@ -24,9 +25,9 @@ UNUSED = "1.layers.2.bias"
 OPTIMIZERS = ("adamw", "muon")
 BY_WORLD = {
     1: ("single",),
-    2: ("ddp", "fsdp1:SHARD_GRAD_OP", "fsdp1:FULL_SHARD", "fsdp1:NO_SHARD", "fsdp2"),
+    2: ("ddp", "fsdp1:SHARD_GRAD_OP", "fsdp1:FULL_SHARD", "fsdp2", "tp"),
     3: ("fsdp1", "fsdp2"),
-    4: ("fsdp1", "fsdp1:HYBRID_SHARD", "fsdp2", "hsdp", "tp"),
+    4: ("fsdp1", "fsdp1:HYBRID_SHARD", "hsdp"),
 }
 
 
@@ -169,6 +170,25 @@ def message_of(action):
     return "accepted"
 
 
+def gathered(engine, root):
+    """What is said while weights are whole, as after a forward pass, and when they are not."""
+    linear = torch.nn.Linear(3, 5)
+    if engine == "fsdp1":
+        model = wrap(torch.nn.Sequential(linear), "fsdp1:SHARD_GRAD_OP")
+    else:
+        model = fully_shard(linear, reshard_after_forward=False)
+    optimizer = torch.optim.AdamW(model.parameters())
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda n: 1.0)
+    rest = (model, optimizer, schedule)
+    said = {"before": message_of(lambda: save_train_state(root / engine, *rest, {}))}
+    loss = model(torch.ones(1, 3)).sum()
+    said["save"] = message_of(lambda: save_train_state(root / "gathered", *rest, {}))
+    said["load"] = message_of(lambda: load_train_state(root / engine, *rest))
+    loss.backward()
+    said["after"] = message_of(lambda: save_train_state(root / engine, *rest, {}))
+    return {(engine, case): text for case, text in said.items()}
+
+
 def failures(rank, root):
     """What each rank is told when one of them cannot save, and when weights are gathered."""
     said = {}
@@ -183,17 +203,8 @@ def failures(rank, root):
     run = Run("fsdp1:SHARD_GRAD_OP", "adamw")
     said["unwritable"] = message_of(lambda: run.save(root / "full", {}))
 
-    linear = wrap(torch.nn.Sequential(torch.nn.Linear(3, 5)), "fsdp1:SHARD_GRAD_OP")
-    optimizer = torch.optim.AdamW(linear.parameters())
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda n: 1.0)
-    rest = (linear, optimizer, schedule)
-    said["sharded save"] = message_of(lambda: save_train_state(root / "good", *rest, {}))
-    with torch.no_grad():
-        linear(torch.ones(1, 3))
-    said["gathered save"] = message_of(lambda: save_train_state(root / "gathered", *rest, {}))
-    said["gathered load"] = message_of(lambda: load_train_state(root / "good", *rest))
-    linear(torch.ones(1, 3)).sum().backward()
-    said["after backward"] = message_of(lambda: save_train_state(root / "good", *rest, {}))
+    for engine in ("fsdp1", "fsdp2"):
+        said.update(gathered(engine, root))
     return said
 
 

@@ -1,0 +1,366 @@
+"""Memory of a rank at start-up and in a training step, computed for the released size.
+
+    OMP_NUM_THREADS=1 python benchmarks/training/memory.py [--measure] [--scale 8] [--ranks 2 4 8]
+
+Counted are weights, gradients, AdamW's states and what an engine needs to move them; activations
+are not (they depend on the batch and are the same under every preset). ``--measure`` holds the
+formula against the allocations of rank 0 in a model of the same depth whose widths and vocabulary
+are divided by ``--scale``: 24 tokens, activation checkpointing, so that activations are next to
+nothing. Ends with 1 if a figure is off by more than 10 %.
+"""
+
+import argparse
+import json
+import sys
+import tempfile
+import warnings
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import product
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import nn
+from torch.profiler import ProfilerActivity, profile, record_function
+
+from opendm.model.dm05.checkpoint_files import use_portable_attention
+from opendm.model.dm05.configuration import DM05Config
+from opendm.model.dm05.dm05_arch import DM05ForConditionalGeneration
+from opendm.trainer.engine import Engine, autocast
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from machine import describe_machine
+
+GIB: Final = 1 << 30
+MIB: Final = 1 << 20
+TOLERANCE: Final = 0.1
+NUM_TOKENS: Final = 24
+PRESETS: Final = ("published", "per_layer")
+STRATEGIES: Final = ("shard_grad_op", "full_shard")
+ENGINES: Final = ("fsdp1", "fsdp2")
+HEAD: Final = (
+    "ranks", "engine and preset", "gathered in", "start-up MiB", "/ formula", "step MiB",
+    "/ formula",
+)  # fmt: skip
+MASTER: Final = 4
+"""Bytes of a stored weight, a reduced gradient, and each of AdamW's two moments."""
+
+
+@dataclass(frozen=True, slots=True)
+class Unit:
+    """Elements that an FSDP unit holds outside units in it."""
+
+    numel: int
+    trainable: int
+
+
+@dataclass(frozen=True, slots=True)
+class Setup:
+    """What decides how much memory a rank needs."""
+
+    engine: str
+    strategy: str
+    preset: str
+    world: int
+    compute_bytes: int = 2
+    """Of a gathered weight: 2 under ``bf16_mixed``, 4 under ``fp32_mixed``."""
+
+    @property
+    def title(self) -> str:
+        return f"{self.engine.upper()} {self.strategy}, {self.preset}"
+
+
+def config(scale: int) -> DM05Config:
+    """The released sizes, widths and vocabulary divided by ``scale``."""
+    text: dict[str, Any] = {
+        "hidden_size": 2560 // scale,
+        "intermediate_size": 10240 // scale,
+        "num_hidden_layers": 34,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "head_dim": 256 // scale,
+        "vocab_size": 262208 // scale,
+        "query_pre_attn_scalar": 256 // scale,
+    }
+    vision = {
+        "model_type": "siglip_vision_model",
+        "hidden_size": 1152 // scale,
+        "intermediate_size": 4304 // scale,
+        "num_hidden_layers": 27,
+        "num_attention_heads": 16,
+        "image_size": 448 // scale,
+        "patch_size": 14,
+        "vision_use_head": False,
+    }
+    vlm = {
+        "text_config": text,
+        "vision_config": vision,
+        "mm_tokens_per_image": 256 // scale**2,
+        "image_token_index": 12,
+    }
+    action = {**text, "hidden_size": 1024 // scale, "intermediate_size": 4096 // scale}
+    return DM05Config(vlm_config=vlm, action_config=action, chunk_size=2)
+
+
+def units_in_order(model: DM05ForConditionalGeneration, preset: str) -> list[Unit]:
+    """Units in the order of the forward pass, the root first."""
+    modules = model.fsdp_wrap_modules(preset)
+    if preset == "published":
+        modules = modules[1:] + modules[:1]
+    taken: set[int] = set()
+    units = []
+    for module in modules:
+        own = list(module.parameters())
+        taken |= {id(p) for p in own}
+        units.append(_unit(own))
+    return [_unit([p for p in model.parameters() if id(p) not in taken]), *units]
+
+
+def _unit(parameters: Sequence[nn.Parameter]) -> Unit:
+    return Unit(
+        sum(p.numel() for p in parameters), sum(p.numel() for p in parameters if p.requires_grad)
+    )
+
+
+def startup_bytes(units: Sequence[Unit], setup: Setup) -> float:
+    """Most that a device holds while units are cut one after another, the root last."""
+    if setup.world == 1:
+        return MASTER * sum(u.numel for u in units)
+    # FSDP1 copies a unit into one flat tensor before it cuts it
+    copies = 2 if setup.engine == "fsdp1" else 1
+    held, peak = 0.0, 0.0
+    for unit in [*units[1:], units[0]]:
+        shard = MASTER * unit.numel / setup.world
+        peak = max(peak, held + copies * MASTER * unit.numel, held + MASTER * unit.numel + shard)
+        held += shard
+    return peak
+
+
+def step_bytes(units: Sequence[Unit], setup: Setup) -> float:
+    """Most that a device holds in a step, activations aside."""
+    trainable = sum(u.trainable for u in units)
+    kept = (MASTER * sum(u.numel for u in units) + 2 * MASTER * trainable) / setup.world
+    if setup.world == 1:
+        half = setup.compute_bytes * trainable if setup.compute_bytes < MASTER else 0
+        return kept + MASTER * trainable + half  # autocast keeps its casts for the backward pass
+    return kept + max(*_forward(units, setup), *_backward(units, setup))
+
+
+def _forward(units: Sequence[Unit], setup: Setup) -> Iterator[float]:
+    """Gathered weights while each unit is gathered."""
+    size = setup.compute_bytes
+    gathered = 0.0
+    for index, unit in enumerate(units):
+        # FSDP2 copies what it gathered into one tensor a parameter
+        yield gathered + size * unit.numel * (2 if setup.engine == "fsdp2" else 1)
+        if setup.strategy == "shard_grad_op" or index == 0:
+            gathered += size * unit.numel
+
+
+def _backward(units: Sequence[Unit], setup: Setup) -> Iterator[float]:
+    """Gathered weights, whole gradients of a unit, and reduced gradients of those before it."""
+    size, world = setup.compute_bytes, setup.world
+    order = [*reversed(units[1:]), units[0]]
+    reduced, before = 0.0, 0
+    for index, unit in enumerate(order):
+        after = order[index + 1 :]
+        if setup.strategy == "full_shard":
+            after = [*after[:1], units[0]] if len(after) > 1 else after  # one is gathered ahead
+        others = reduced + size * sum(u.numel for u in after)
+        # FSDP1 reduces one flat gradient, frozen weights and all
+        whole = unit.numel if setup.engine == "fsdp1" else unit.trainable
+        shard = MASTER * whole / world
+        widened = MASTER * whole if size < MASTER or setup.engine == "fsdp2" else 0
+        if setup.engine == "fsdp1":  # gradients by parameter, then in one piece
+            yield others + size * (unit.numel + 2 * whole)
+        else:
+            yield others + size * (unit.numel + whole) + MASTER * before
+        yield others + size * whole + widened + shard
+        reduced += shard
+        before = whole
+
+
+# Measurement
+
+
+def peaks(trace: Path, names: Sequence[str]) -> dict[str, int]:
+    """By name of a recorded span: most bytes at once, of allocations since the trace began."""
+    events = json.loads(trace.read_text())["traceEvents"]
+    spans = {
+        e["name"]: (e["ts"], e["ts"] + e["dur"])
+        for e in events
+        if e.get("name") in names and e.get("cat") == "user_annotation"
+    }
+    changes = [(e["ts"], e["args"]) for e in events if e.get("name") == "[memory]"]
+    alive: dict[int, int] = {}
+    total, found = 0, dict.fromkeys(names, 0)
+    for time, change in sorted(changes, key=lambda item: item[0]):
+        if change["Bytes"] > 0:
+            alive[change["Addr"]] = change["Bytes"]
+            total += change["Bytes"]
+        else:  # what was there before the trace does not count
+            total -= alive.pop(change["Addr"], 0)
+        for name, (start, stop) in spans.items():
+            if start <= time <= stop:
+                found[name] = max(found[name], total)
+    return found
+
+
+def batch_of(model_config: DM05Config) -> dict[str, torch.Tensor]:
+    vlm = model_config.vlm_config
+    ids = torch.randint(13, vlm.text_config.vocab_size, (1, NUM_TOKENS))
+    ids[:, 2 : 2 + vlm.mm_tokens_per_image] = vlm.image_token_id
+    size = vlm.vision_config.image_size
+    return {
+        "input_ids": ids,
+        "attention_mask": torch.ones_like(ids),
+        "token_type_ids": (ids == vlm.image_token_id).long(),
+        "pixel_values": torch.randn(1, 3, size, size),
+        "action": torch.randn(1, 2, model_config.action_dim),
+        "sample_seed": torch.zeros(1, dtype=torch.long),
+    }
+
+
+def train_two_steps(rank: int, setup: Setup, model: DM05ForConditionalGeneration) -> dict[str, int]:
+    """Peaks of rank 0 at start-up and in two steps; nothing on the other ranks."""
+    engine = Engine(
+        name=setup.engine if setup.world > 1 else "single",
+        device=torch.device("cpu"),
+        compute_dtype=torch.bfloat16,
+        shard_in_compute_dtype=setup.compute_bytes == 2,
+        strategy=setup.strategy,
+    )
+    batch = batch_of(model.config)
+
+    def work() -> None:
+        with record_function("startup"):
+            wrapped = engine.wrap(model, model.fsdp_wrap_modules(setup.preset))
+        with record_function("step"):
+            optimizer = torch.optim.AdamW(wrapped.parameters(), foreach=False)
+            for _ in range(2):
+                with autocast(engine)():
+                    loss = wrapped(**batch).loss
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+
+    if rank:
+        work()
+        return {}
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        work()
+    with tempfile.TemporaryDirectory() as folder:
+        profiler.export_chrome_trace(f"{folder}/trace.json")
+        return peaks(Path(folder, "trace.json"), ("startup", "step"))
+
+
+def small_model(scale: int) -> DM05ForConditionalGeneration:
+    """All zeros, in bfloat16 as the released weights are read: float32 weights are then new."""
+    model_config = config(scale)
+    use_portable_attention(model_config)
+    with torch.device("meta"):
+        model = DM05ForConditionalGeneration(model_config).train()
+    model.to_empty(device="cpu")
+    for parameter in model.parameters():
+        parameter.data = torch.zeros_like(parameter, dtype=torch.bfloat16)
+    model.enable_gradient_checkpointing(
+        vlm_gradient_checkpointing=True, ae_gradient_checkpointing=True
+    )
+    return model
+
+
+def one_rank(rank: int, world: int, scale: int, setups: Sequence[Setup], folder: str) -> None:
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    store = dist.FileStore(f"{folder}/store{world}", world)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
+    for index, setup in enumerate(setups):
+        found = train_two_steps(rank, setup, small_model(scale))
+        if rank == 0:
+            Path(folder, f"{world}-{index}.json").write_text(json.dumps(found))
+    dist.destroy_process_group()
+
+
+def computed_table(model: DM05ForConditionalGeneration, worlds: Sequence[int]) -> Iterator[str]:
+    """GiB at start-up / in a step, by number of ranks; the unsharded model first."""
+    yield "| engine and preset | " + " | ".join(f"{n} ranks" for n in worlds) + " |"
+    yield "| --- |" + " --- |" * len(worlds)
+    alone = Setup("ddp", "", "published", world=1)
+    units = units_in_order(model, "published")
+    cell = f"{startup_bytes(units, alone) / GIB:.1f} / {step_bytes(units, alone) / GIB:.1f}"
+    yield "| not sharded (DDP) | " + " | ".join([cell] * len(worlds)) + " |"
+    for engine, strategy, preset in product(ENGINES, STRATEGIES, PRESETS):
+        units = units_in_order(model, preset)
+        setups = [Setup(engine, strategy, preset, world) for world in worlds]
+        cells = [f"{startup_bytes(units, s) / GIB:.1f} / {step_bytes(units, s) / GIB:.1f}"
+                 for s in setups]  # fmt: skip
+        yield f"| {setups[0].title} | " + " | ".join(cells) + " |"
+
+
+def measured_table(scale: int, worlds: Sequence[int]) -> tuple[list[str], float]:
+    """Measured MiB and their ratio to the formula, and the largest deviation from 1."""
+    with torch.device("meta"):
+        model = DM05ForConditionalGeneration(config(scale))
+    lines = ["| " + " | ".join(HEAD) + " |", "|" + " --- |" * len(HEAD)]
+    furthest = 0.0
+    for world in worlds:
+        for setup, found in measure(world, scale):
+            units = units_in_order(model, setup.preset)
+            ratios = (
+                found["startup"] / startup_bytes(units, setup),
+                found["step"] / step_bytes(units, setup),
+            )
+            furthest = max(furthest, *(abs(ratio - 1) for ratio in ratios))
+            cells = [
+                str(world), setup.title, {2: "bf16", 4: "fp32"}[setup.compute_bytes],
+                f"{found['startup'] / MIB:.0f}", f"{ratios[0]:.2f}",
+                f"{found['step'] / MIB:.0f}", f"{ratios[1]:.2f}",
+            ]  # fmt: skip
+            lines.append("| " + " | ".join(cells) + " |")
+    return lines, furthest
+
+
+def measure(world: int, scale: int) -> list[tuple[Setup, dict[str, int]]]:
+    """Peaks of rank 0 by set-up."""
+    setups = [
+        Setup(engine, strategy, preset, world, size)
+        for size in (2, 4)
+        for engine in ENGINES
+        for strategy in STRATEGIES
+        for preset in PRESETS
+    ]
+    if world == 1:
+        setups = [Setup("single", "", "published", world, size) for size in (2, 4)]
+    with tempfile.TemporaryDirectory() as folder:
+        mp.spawn(one_rank, (world, scale, setups, folder), world)
+        return [
+            (setup, json.loads(Path(folder, f"{world}-{index}.json").read_text()))
+            for index, setup in enumerate(setups)
+        ]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--measure", action="store_true")
+    parser.add_argument("--scale", type=int, default=8)
+    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4, 8])
+    given = parser.parse_args()
+    with torch.device("meta"):
+        model = DM05ForConditionalGeneration(config(1))
+    print("Released size, bf16_mixed, AdamW; GiB of a rank, start-up / step\n")
+    print("\n".join(computed_table(model, given.ranks)), flush=True)
+    if not given.measure:
+        return 0
+    lines, furthest = measured_table(given.scale, [1, *given.ranks])
+    print(f"\n{describe_machine()}\n\nWidths / {given.scale}, rank 0\n")
+    print("\n".join(lines))
+    print(f"\nfurthest from the formula: {furthest:.1%}")
+    return int(furthest > TOLERANCE)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
