@@ -267,6 +267,8 @@ def small_model(scale: int) -> DM05ForConditionalGeneration:
     model.to_empty(device="cpu")
     for parameter in model.parameters():
         parameter.data = torch.zeros_like(parameter, dtype=torch.bfloat16)
+    for buffer in model.buffers():
+        buffer.zero_()
     model.enable_gradient_checkpointing(
         vlm_gradient_checkpointing=True, ae_gradient_checkpointing=True
     )

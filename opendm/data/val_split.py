@@ -23,7 +23,10 @@ def select_split(
         ConfigError: the split has no episode.
     """
     if split == "val" and num_held_out == 0:
-        raise ConfigError("--data-config.val-episodes is 0; give the number of held-out episodes")
+        raise ConfigError(
+            "--data-config.val-episodes is 0, and validation needs held-out episodes; give 1 or "
+            "more, or --trainer-config.eval-steps 0"
+        )
     if num_held_out >= len(episodes):
         raise ConfigError(
             f"--data-config.val-episodes {num_held_out} leaves no episode to train on: {jsonl_dir} "

@@ -31,7 +31,7 @@ def step_adamw(group: dict[str, Any], states: States, most_bytes: int) -> None:
     """
     active = {}
     for param in group["params"]:
-        grad = _gradient(param)
+        grad = checked_gradient(param)
         if grad is not None and grad.numel():
             active[param] = grad
         elif grad is not None:
@@ -46,8 +46,12 @@ def step_adamw(group: dict[str, Any], states: States, most_bytes: int) -> None:
         _update(params, active, states, group, 0.0)
 
 
-def _gradient(param: nn.Parameter) -> Tensor | None:
-    """The local gradient, if there is one."""
+def checked_gradient(param: nn.Parameter) -> Tensor | None:
+    """The local gradient, if there is one.
+
+    Raises:
+        ConfigError: it is sparse, or of another size.
+    """
     grad = local_gradient(param)
     if grad is not None and grad.is_sparse:
         raise ConfigError(

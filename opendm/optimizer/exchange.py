@@ -15,6 +15,7 @@ import torch.distributed as dist
 from jaxtyping import Float32
 from torch import Tensor
 
+from opendm.errors import ConfigError
 from opendm.optimizer.shard_plan import Interval, MuonShardPlan
 
 
@@ -132,6 +133,16 @@ class Transfer:
 def warm_up(group: dist.ProcessGroup, device: torch.device) -> None:
     """Open the connections of all pairs now: NCCL can deadlock if the first step opens them."""
     num_ranks = dist.get_world_size(group)
-    dist.all_to_all_single(
-        torch.empty(num_ranks, device=device), torch.empty(num_ranks, device=device), group=group
-    )
+    try:
+        dist.all_to_all_single(
+            torch.empty(num_ranks, device=device),
+            torch.empty(num_ranks, device=device),
+            group=group,
+        )
+    except RuntimeError as error:
+        if "No backend type" not in str(error):
+            raise
+        raise ConfigError(
+            f"the process group has no backend for parameters on {device.type}; make it with one, "
+            "for example init_process_group('cpu:gloo,cuda:nccl') where weights are offloaded"
+        ) from error

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from opendm.errors import ConfigError
-from opendm.optimizer.adamw_step import step_adamw
+from opendm.optimizer.adamw_step import checked_gradient, step_adamw
 from opendm.optimizer.agreement import Claim, fail_together, gather_intervals
 from opendm.optimizer.exchange import warm_up
 from opendm.optimizer.intake import (
@@ -195,6 +195,10 @@ class MuonAdamW(torch.optim.Optimizer):
             with torch.enable_grad():
                 result = closure()
         self._check_parameters()
+        for group in self.param_groups:
+            if not group["use_muon"]:
+                for param in group["params"]:
+                    checked_gradient(param)  # an error after a transfer would leave others waiting
         for muon in self._muon:
             muon.begin()
         for group in self.param_groups:

@@ -101,6 +101,12 @@ def check_is_matrix(name: str, shape: tuple[int, ...]) -> None:
 def nothing_selected(names: list[str]) -> str:
     """What to say when a predicate selects nothing."""
     examples = ", ".join(names[:3]) or "none at all"
+    if any(ADAPTER in name.lower() for name in names):
+        return (
+            f"no parameter is selected for Muon among {len(names)} ({examples}, ...): LoRA's "
+            "adapters go to AdamW. Use AdamW (--optimizer-config.optim adamw), or give a predicate "
+            "(should_use_muon) that takes them"
+        )
     return (
         f"no parameter is selected for Muon among {len(names)} ({examples}, ...); the default "
         "takes the matrices of an Action Expert. For another network give "

@@ -1,5 +1,6 @@
 """Stop a run on SIGTERM, SIGINT or SIGHUP: between two steps, with a checkpoint, on all ranks."""
 
+import multiprocessing
 import os
 import signal
 import threading
@@ -118,10 +119,12 @@ def outlive_signals(_worker: int) -> None:
         signal.signal(signum, signal.SIG_IGN)
     # A handler does not learn who sent the signal, and torch's own ends the process.
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
-    threading.Thread(target=_exit_when_the_rank_asks, args=(os.getppid(),), daemon=True).start()
+    rank = multiprocessing.parent_process()  # the parent of the process may be a fork server
+    if rank is not None:
+        threading.Thread(target=_exit_when_asked_by, args=(rank.pid,), daemon=True).start()
 
 
-def _exit_when_the_rank_asks(rank_pid: int) -> None:
+def _exit_when_asked_by(rank_pid: int | None) -> None:
     while signal.sigwaitinfo({signal.SIGTERM}).si_pid != rank_pid:
         pass
     os._exit(0)  # as torch's handler does; the main thread may wait for ever

@@ -41,8 +41,10 @@ def compare(facts: Mapping[str, str], timeout_s: float) -> None:
     store.set(keys[rank], json.dumps(list(facts.items())))
     try:
         store.wait(keys, timedelta(seconds=timeout_s))
-    except dist.DistStoreError:
+    except RuntimeError:  # no store has a type of its own for this
         missing = [other for other, key in enumerate(keys) if not store.check([key])]
+        if not missing:
+            raise
         raise EngineError(
             f"{_ranks(missing)} did not come to compare the configuration within {timeout_s:g} s; "
             "see their output"

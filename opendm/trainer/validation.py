@@ -11,12 +11,10 @@ from typing import Any, Final
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
-from torch.distributed.fsdp._runtime_utils import _reshard
 from torch.utils.data import DataLoader
 
 from opendm.errors import OpenDMError
-from opendm.trainer.engine import Engine, autocast, is_fsdp1, sharded_units
+from opendm.trainer.engine import Engine, autocast, free_gathered
 from opendm.trainer.interrupt import outlive_signals
 from opendm.trainer.sampling import SampleKey, SeededCollator, SeededDataset
 
@@ -107,22 +105,9 @@ def validation_loss(model: nn.Module, samples: HeldOut, engine: Engine) -> float
             with autocast(engine)():
                 losses.append(model(**inputs)["per_sample_loss"])
     finally:
-        free_gathered(model)
+        free_gathered(model)  # no backward pass follows that would
         model.train(was_training)
     total = torch.cat(losses)[: samples.num_counted].double().sum()
     if dist.is_initialized():
         dist.all_reduce(total)
     return total.item() / samples.num_samples
-
-
-def free_gathered(model: nn.Module) -> None:
-    """Free the weights that FSDP keeps gathered after a forward pass, for a backward pass.
-
-    No backward pass follows an evaluation. Without this the next forward pass would compute with
-    what was gathered before the weights changed, and FSDP2's parameters would stay whole.
-    """
-    for unit in sharded_units(model).values():
-        if isinstance(unit, FSDPModule):
-            unit.reshard()
-        elif is_fsdp1(unit) and unit._handle is not None:  # noqa: SLF001 - FSDP1 has no public way
-            _reshard(unit, unit._handle, free_unsharded_flat_param=True)  # noqa: SLF001

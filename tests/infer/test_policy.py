@@ -90,6 +90,21 @@ def test_a_batch_equals_its_single_observations(policy):
     assert not np.allclose(batch[0], batch[1])
 
 
+@pytest.mark.parametrize("precision", ["bf16_mixed", "fp32_mixed"])
+def test_a_checkpoint_samples_in_the_precision_it_was_trained_in(policy, monkeypatch, precision):
+    """Autocast's, under fp32_mixed; the weights' own, under bf16_mixed."""
+    seen = []
+
+    def zeros(**kwargs):
+        seen.append(torch.is_autocast_enabled("cpu"))
+        return torch.zeros(len(kwargs["input_ids"]), CHUNK, 32)
+
+    monkeypatch.setattr(policy.model, "precision_policy", precision)
+    monkeypatch.setattr(policy.model, "inference_action", zeros)
+    policy.act(observation())
+    assert seen == [precision == "fp32_mixed"]
+
+
 @pytest.mark.parametrize("mode", ["relative", "absolute"])
 def test_actions_are_denormalised_and_added_to_the_state(policy, checkpoint, monkeypatch, mode):
     if mode == "absolute":

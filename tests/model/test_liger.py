@@ -5,7 +5,7 @@ import logging
 
 import pytest
 import torch
-import torch.nn.functional as F  # noqa: N812
+import torch.nn.functional as F
 
 from opendm.model.dm05 import liger
 from opendm.model.dm05.config import DM05ModelConfig

@@ -12,9 +12,7 @@ TIMEOUT = timedelta(seconds=60)
 """After which a rank that waits for another fails instead of hanging."""
 CONTEXT = mp.get_context("forkserver")
 # imported once, in a process without autograd threads, and forked from there
-CONTEXT.set_forkserver_preload(
-    ["opendm.model.dm05.tiny", "opendm.trainer.engine", "opendm.optimizer.muon_adamw"]
-)
+CONTEXT.set_forkserver_preload(["opendm.model.dm05.tiny", "opendm.exp.training"])
 
 
 def fork_ranks(work, *arguments, tmp_path: Path, world_size: int = 2):

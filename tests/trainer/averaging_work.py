@@ -54,10 +54,9 @@ def train(rank, name, world_size, *, evaluate):
         optimizer.zero_grad()
         ema.update()
         if evaluate:
-            plain = measure(model, engine, rank=rank, world_size=world_size)
             with ema.swapped():
                 averaged = measure(model, engine, rank=rank, world_size=world_size)
-            losses.append((plain, averaged))
+            losses.append((measure(model, engine, rank=rank, world_size=world_size), averaged))
     weights = as_arrays(gather_weights(model, keep=rank == 0))
     with ema.swapped():
         averages = as_arrays(gather_weights(model, keep=rank == 0))

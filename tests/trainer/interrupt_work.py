@@ -43,7 +43,9 @@ def read_under_signals(protect):
     """How many batches arrive when the whole process group gets SIGTERM and SIGHUP."""
     with StopRequest() as stop:
         stop.finish_steps()
-        loader = DataLoader(SlowNumbers(), num_workers=2, worker_init_fn=protect)
+        loader = DataLoader(
+            SlowNumbers(), num_workers=2, worker_init_fn=protect, multiprocessing_context="fork"
+        )
         batches = iter(loader)
         count = len(next(batches))
         for name in ("TERM", "HUP"):  # from another process: the rank may end its workers
@@ -63,7 +65,8 @@ def signal_loaders(rank):
     os.setsid()
     outcomes = [read_under_signals(outlive_signals), read_under_signals(None)]
     known = set(children())
-    LEFT.append(iter(DataLoader(SlowNumbers(), num_workers=2, worker_init_fn=outlive_signals)))
+    loader = DataLoader(SlowNumbers(), num_workers=2, worker_init_fn=outlive_signals)
+    LEFT.append(iter(loader))  # by this context's own way to start them, a fork server
     next(LEFT[0])
     return [*outcomes, [pid for pid in children() if pid not in known]]
 

