@@ -10,12 +10,20 @@ import textwrap
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from torch.distributed import DistNetworkError
 
-from opendm.failure import record_failure
+from opendm.failure import (
+    failure_is_consequence,
+    phase,
+    phase_of,
+    record_exception,
+    record_failure,
+)
 from opendm.launch import PREEMPTED, RankEnd, verdict
 
 REPOSITORY = Path(__file__).resolve().parents[1]
@@ -296,6 +304,56 @@ def test_after_a_signal_ranks_without_a_code_of_their_own_give_that_signals():
     assert verdict(ended, signal.SIGINT)[0] == 130
 
 
+def test_the_rank_that_others_lost_contact_with_is_to_blame_and_its_phase_is_named():
+    lost = RankEnd(0, 1, "lost contact with another rank", 9.0, "step", is_consequence=True)
+    hung = RankEnd(1, -9, "it hung", 10.0, "saving")
+    assert verdict([lost, hung], None) == (
+        137,
+        "rank 1 failed during saving (exit code 137): it hung",
+    )
+    left = RankEnd(1, 0, "it left early", 10.0)
+    assert verdict([lost, left], None) == (1, "rank 1 failed (exit code 1): it left early")
+    assert verdict([lost], None)[1].startswith("rank 0 failed during step")
+
+
+def test_ranks_that_agreed_to_stop_did_not_fail():
+    assert verdict([RankEnd(0, PREEMPTED, "saved", 1.0)], None) == (
+        75,
+        "rank 0 stopped (exit code 75): saved",
+    )
+
+
+def test_an_error_about_another_rank_is_recorded_as_a_consequence(tmp_path):
+    environ = {"TORCHELASTIC_ERROR_FILE": str(tmp_path / "error.json")}
+    for error, lost in (
+        (ValueError("broken\nmore"), False),
+        (RuntimeError("[gloo/transport/tcp/pair.cc:1] Connection closed by peer"), True),
+        (DistNetworkError("closed"), True),
+        (RuntimeError(""), False),
+    ):
+        record_exception(error, environ)
+        message = json.loads((tmp_path / "error.json").read_text())["message"]["message"]
+        assert message.startswith("lost contact with another rank: ") == lost
+        assert f"{type(error).__name__}: {str(error).split(chr(10))[0]}" in message
+        assert failure_is_consequence(str(tmp_path / "error.json")) == lost
+    assert not failure_is_consequence(str(tmp_path / "none.json"))
+
+
+def test_the_launcher_sees_the_innermost_phase_and_the_one_that_failed(tmp_path):
+    file = str(tmp_path / "error.json")
+    environ = {"TORCHELASTIC_ERROR_FILE": file}
+    seen = [phase_of(file)]
+    with phase("training", environ):
+        with phase("saving", environ):
+            seen.append(phase_of(file))
+        seen.append(phase_of(file))
+    seen.append(phase_of(file))
+    assert seen == ["", "saving", "training", ""]
+    with suppress(ValueError), phase("x" * 200, environ):
+        raise ValueError
+    assert phase_of(file) == "x" * 80
+
+
 def test_a_record_is_what_torch_reads_and_leaves_nothing_else(tmp_path):
     path = tmp_path / "error.json"
     record_failure("no such episode", 3, {"TORCHELASTIC_ERROR_FILE": str(path)})
@@ -310,6 +368,8 @@ def test_without_a_launcher_nothing_is_recorded(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     record_failure("message", 3, {})
     record_failure("message", 3, {"TORCHELASTIC_ERROR_FILE": ""})
+    with phase("saving", {}):
+        pass
     assert list(tmp_path.iterdir()) == []
 
 
@@ -353,6 +413,11 @@ class Scenario:
 
 BUSY = socket.create_server(("127.0.0.1", 0))
 BUSY_PORT = BUSY.getsockname()[1]
+with socket.create_server(("", 0)) as held:
+    NODES_PORT = held.getsockname()[1]
+NODES = [
+    ("--nnodes", "2", "--node_rank", str(node), "--master_port", str(NODES_PORT)) for node in (0, 1)
+]
 DEFAULT_PORT = ("--node_rank", "0")  # no --master_port
 SCENARIOS = {
     "success": Scenario(
@@ -364,6 +429,10 @@ SCENARIOS = {
     "killed": Scenario(do=("0 child 9", "1 wait -")),
     "term": Scenario(do=("-1 save 75",), send=(signal.SIGTERM, signal.SIGTERM)),
     "int": Scenario(do=("-1 save 75",), send=(signal.SIGINT,)),
+    "node 0": Scenario(do=("-1 save 75",), flags=NODES[0], send=(signal.SIGTERM,)),
+    "node 1": Scenario(
+        do=("-1 save 75",), flags=NODES[1], send=(signal.SIGTERM,), ready=("ready-2", "ready-3")
+    ),
     "term, no handler": Scenario(do=("-1 wait -",), send=(signal.SIGTERM,)),
     "term, deaf": Scenario(do=("-1 deaf -",), send=(signal.SIGTERM,), grace="1"),
     "busy port": Scenario(do=("-1 exit 0",), flags=("--master_port", str(BUSY_PORT))),
@@ -486,6 +555,19 @@ def test_sigterm_leaves_time_to_save_and_gives_the_ranks_exit_code(run_of):
     saved = [(run.folder / f"saved-{rank}").read_text() for rank in (0, 1)]
     assert saved == ["SIGTERM", "SIGTERM"]
     assert run.seconds > 2.5
+
+
+def test_two_launchers_make_one_job_and_both_pass_the_ranks_exit_code_on(run_of):
+    runs = [run_of("node 0"), run_of("node 1")]
+    ranks = [rank for run in runs for rank in run.ranks]
+    assert [rank["RANK"] for rank in ranks] == ["0", "1", "2", "3"], [run.error for run in runs]
+    assert [rank["LOCAL_RANK"] for rank in ranks] == ["0", "1"] * 2
+    assert {rank["WORLD_SIZE"] for rank in ranks} == {"4"}
+    assert {rank["MASTER_PORT"] for rank in ranks} == {str(NODES_PORT)}
+    assert [run.code for run in runs] == [75, 75]
+    assert sorted(f.name for run in runs for f in run.folder.glob("saved-*")) == [
+        f"saved-{rank}" for rank in range(4)
+    ]
 
 
 def test_sigint_reaches_the_ranks_as_sigint(run_of):

@@ -60,8 +60,9 @@ class Injecting(DM05OptimizerConfig):
 
         model.register_forward_pre_hook(before, with_kwargs=True)
         model.register_forward_hook(after, with_kwargs=True)
-        model.model.action_in_proj.register_forward_hook(spoil_activation)
-        model.model.action_out_proj.register_full_backward_hook(
+        layer = model.model.action_expert.layers[0].mlp.down_proj
+        layer.register_forward_hook(spoil_activation)
+        layer.register_full_backward_hook(
             lambda _module, grads, _out: tuple(
                 None if g is None else spoil_gradient(g) for g in grads
             )

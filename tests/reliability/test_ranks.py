@@ -5,6 +5,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -54,25 +55,30 @@ def free_port() -> int:
         return server.getsockname()[1]
 
 
-def play(folder: Path, where: str, who: int, fault: str) -> Run:
+def play(folder: Path, where: str, who: int, fault: str, num_nodes: int = 1) -> list[Run]:
+    """Run a job of two ranks; what each node's launcher did."""
     folder.mkdir()
-    words = ["--nproc_per_node", "2", "--master_port", str(free_port())]
+    words = [sys.executable, "-m", "opendm.launch", "--master_port", str(free_port())]
+    words += ["--nproc_per_node", str(2 // num_nodes), "--nnodes", str(num_nodes), "--node_rank"]
     environ = {name: value for name, value in os.environ.items() if not name.startswith("TORCH")}
     environ |= {"OPENDM_COLLECTIVE_TIMEOUT_S": str(TIMEOUT_S), "OMP_NUM_THREADS": "1"}
-    finished = subprocess.run(
-        [sys.executable, "-m", "opendm.launch", *words, PROGRAM, folder, where, str(who), fault],
-        cwd=REPOSITORY,
-        env=environ,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    moment = folder / "moment"
-    assert moment.exists(), finished.stderr
-    seconds = time.time() - float(moment.read_text())
-    pids = [int(file.read_text()) for file in folder.glob("pid-*")]
-    return Run(finished.returncode, finished.stderr, seconds, pids)
+    nodes = [
+        subprocess.Popen(
+            [*words, str(node), PROGRAM, folder, where, str(who), fault],
+            cwd=REPOSITORY,
+            env=environ,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for node in range(num_nodes)
+    ]
+    runs = []
+    for node in nodes:
+        error = node.communicate(timeout=120)[1]
+        seconds = time.time() - float((folder / "moment").read_text())
+        pids = [int(file.read_text()) for file in folder.glob("pid-*")]
+        runs.append(Run(node.returncode, error, seconds, pids))
+    return runs
 
 
 def check(run: Run, where: str, who: int, fault: str) -> None:
@@ -88,27 +94,36 @@ def check(run: Run, where: str, who: int, fault: str) -> None:
 
 SHORT = (
     ("stop", "step", 0),
-    ("kill", "step", 0),
     ("raise", "statistics", 1),
     ("exit 0", "saving", 1),
 )
 
 
 @pytest.fixture(scope="module")
-def short_runs(tmp_path_factory) -> dict[str, Future[Run]]:
+def short_runs(tmp_path_factory) -> Iterator[dict[str, Future[list[Run]]]]:
     root = tmp_path_factory.mktemp("ranks")
-    with ThreadPoolExecutor(len(SHORT)) as pool:
-        yield {
+    with ThreadPoolExecutor(len(SHORT) + 1) as pool:
+        runs = {
             fault: pool.submit(play, root / fault.replace(" ", "_"), where, who, fault)
             for fault, where, who in SHORT
         }
+        yield runs | {"two nodes": pool.submit(play, root / "two_nodes", "step", 1, "kill", 2)}
 
 
 @pytest.mark.parametrize(("fault", "where", "who"), SHORT)
 def test_a_lost_rank_ends_the_job_in_time_and_is_named(short_runs, fault, where, who):
-    run = short_runs[fault].result()
+    (run,) = short_runs[fault].result()
     print(f"{fault} of rank {who} during {where}: gone after {run.seconds:.1f} s")
     check(run, where, who, fault)
+
+
+def test_a_killed_rank_ends_the_launcher_of_every_node_and_its_own_names_it(short_runs):
+    without_it, with_it = short_runs["two nodes"].result()
+    print(f"two nodes: gone after {without_it.seconds:.1f} and {with_it.seconds:.1f} s")
+    check(with_it, "step", 1, "kill")
+    assert without_it.code == 1
+    assert "rank 0 failed during step" in without_it.verdicts[0]
+    assert "lost contact with another rank" in without_it.verdicts[0]
 
 
 @pytest.mark.soak
@@ -116,7 +131,7 @@ def test_a_lost_rank_ends_the_job_in_time_and_is_named(short_runs, fault, where,
 @pytest.mark.parametrize("fault", sorted(ENDS))
 def test_every_fault_of_a_rank_in_every_phase(tmp_path, fault, where):
     who = (sorted(ENDS).index(fault) + PHASES.index(where)) % 2
-    run = play(tmp_path / "run", where, who, fault)
+    (run,) = play(tmp_path / "run", where, who, fault)
     print(f"{fault} of rank {who} during {where}: gone after {run.seconds:.1f} s")
     check(run, where, who, fault)
     if fault == "sleep":  # it was asked where it hangs

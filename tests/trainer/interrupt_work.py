@@ -52,8 +52,8 @@ def read_under_signals(protect):
             subprocess.run(["kill", f"-{name}", "--", f"-{os.getpgrp()}"], check=False)
         try:
             count += sum(len(batch) for batch in batches)
-        except RuntimeError as error:
-            return str(error)
+        except (RuntimeError, OSError):
+            return "lost a worker"
         return f"{count} {stop.asked_by.name}"
 
 
