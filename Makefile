@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: setup check test demo fmt
+.PHONY: setup check test soak demo fmt
 
 setup: $(STAMP)
 
@@ -21,7 +21,10 @@ check: $(STAMP)
 	$(BIN)/mypy
 
 test: $(STAMP)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not soak"
+
+soak: $(STAMP)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m soak -rP tests
 
 demo: $(STAMP)
 	bash script/demo.sh

@@ -68,6 +68,8 @@ class Setup:
     world: int
     compute_bytes: int = 2
     """Of a gathered weight: 2 under ``bf16_mixed``, 4 under ``fp32_mixed``."""
+    is_gloo: bool = False
+    """Gloo copies what it reduces; NCCL does not."""
 
     @property
     def title(self) -> str:
@@ -130,13 +132,12 @@ def startup_bytes(units: Sequence[Unit], setup: Setup) -> float:
     """Most that a device holds while units are cut one after another, the root last."""
     if setup.world == 1:
         return MASTER * sum(u.numel for u in units)
-    # FSDP1 copies a unit into one flat tensor before it cuts it
+    # FSDP1 copies a unit into one flat tensor, and has both when it cuts it
     copies = 2 if setup.engine == "fsdp1" else 1
     held, peak = 0.0, 0.0
     for unit in [*units[1:], units[0]]:
-        shard = MASTER * unit.numel / setup.world
-        peak = max(peak, held + copies * MASTER * unit.numel, held + MASTER * unit.numel + shard)
-        held += shard
+        held += MASTER * unit.numel / setup.world
+        peak = max(peak, held + copies * MASTER * unit.numel)
     return peak
 
 
@@ -179,7 +180,8 @@ def _backward(units: Sequence[Unit], setup: Setup) -> Iterator[float]:
             yield others + size * (unit.numel + 2 * whole)
         else:
             yield others + size * (unit.numel + whole) + MASTER * before
-        yield others + size * whole + widened + shard
+        copied = MASTER * whole if setup.is_gloo else 0
+        yield others + size * whole + widened + shard + copied
         reduced += shard
         before = whole
 
@@ -329,14 +331,14 @@ def measured_table(scale: int, worlds: Sequence[int]) -> tuple[list[str], float]
 def measure(world: int, scale: int) -> list[tuple[Setup, dict[str, int]]]:
     """Peaks of rank 0 by set-up."""
     setups = [
-        Setup(engine, strategy, preset, world, size)
+        Setup(engine, strategy, preset, world, size, is_gloo=True)
         for size in (2, 4)
         for engine in ENGINES
         for strategy in STRATEGIES
         for preset in PRESETS
     ]
     if world == 1:
-        setups = [Setup("single", "", "published", world, size) for size in (2, 4)]
+        setups = [Setup("single", "", "published", world, size, is_gloo=True) for size in (2, 4)]
     with tempfile.TemporaryDirectory() as folder:
         mp.spawn(one_rank, (world, scale, setups, folder), world)
         return [

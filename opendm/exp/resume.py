@@ -110,6 +110,7 @@ def find_checkpoint(
     if config.resume != "auto":
         folder = Path(config.resume)
         manifest = verify(folder)
+        _refuse_newer(output_dir, manifest.step)
     else:
         newest = newest_healthy(output_dir, logger.warning)
         if newest is None:
@@ -140,6 +141,15 @@ def _refuse_earlier_run(output_dir: Path) -> None:
             f"--trainer-config.output-dir {output_dir} holds {found[-1].name} of an earlier run, "
             "which is not continued (resume is never, or no checkpoint there is healthy); name "
             "another folder, or --trainer-config.overwrite to remove it"
+        )
+
+
+def _refuse_newer(output_dir: Path, step: int) -> None:
+    newest = newest_healthy(output_dir, logger.warning)
+    if newest is not None and newest[0] > step:
+        raise ConfigError(
+            f"--trainer-config.output-dir {output_dir} holds {newest[1].name}, which is newer than "
+            f"the checkpoint of step {step} to continue; remove it, or name another folder"
         )
 
 

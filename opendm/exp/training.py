@@ -44,6 +44,8 @@ logger = logging.getLogger(__name__)
 NORM_STATS_FILE: Final = "norm_stats.json"
 PACKAGE: Final = Path(opendm.__file__).parent
 AGREEMENT_TIMEOUT_S: Final = 10.0
+VALIDATION_SEED: Final = 0
+"""Of noise and times of held-out samples: the same in all runs, so that losses compare."""
 
 
 def train(exp: "DM05Exp") -> None:
@@ -76,6 +78,7 @@ def build_trainer(exp: "DM05Exp", runtime: Runtime, stop: StopRequest) -> DMTrai
     max_length = config.model_max_length
     dataset = exp.data_config.build_dataset(processor, exp.model_config.chunk_size, max_length)
     collator = exp.data_config.build_collator(processor, max_length)
+    validate = validation(exp, processor, collator, engine, runtime)
     model = exp.model_config.build_model(use_lora=bool(exp.use_lora))
     exp.optimizer_config.prepare_model(model)
     logger.info(
@@ -114,7 +117,7 @@ def build_trainer(exp: "DM05Exp", runtime: Runtime, stop: StopRequest) -> DMTrai
             stops_at_nonfinite=config.nonfinite == "stop",
             max_nonfinite_steps=config.max_nonfinite_steps,
             ema_decay=config.ema_decay,
-            validate=validation(exp, processor, collator, engine, runtime),
+            validate=validate,
             eval_steps=config.eval_steps,
         ),
         stop=stop,
@@ -139,7 +142,7 @@ def validation(
     samples = held_out(
         dataset,
         collator,
-        seed=config.seed,
+        seed=VALIDATION_SEED,
         batch_size=config.per_device_train_batch_size,
         rank=runtime.rank,
         world_size=runtime.world_size,

@@ -46,6 +46,10 @@ class StepRecorder:
         """The first step begins now."""
         self._started = time.perf_counter()
 
+    def step_seconds(self) -> float:
+        """Time since the step began."""
+        return time.perf_counter() - self._started
+
     def waited(self, seconds: float) -> None:
         """Time of this step that went into waiting for data."""
         self._data_wait_s += seconds
@@ -61,10 +65,9 @@ class StepRecorder:
         nonfinite: str | None,
         dropped_steps: int,
         val_loss: float | None,
+        step_s: float,
     ) -> None:
         """Write a step; ``nonfinite`` is the reason why it was dropped, if it was."""
-        now = time.perf_counter()
-        step_s, self._started = now - self._started, now
         wait_s, self._data_wait_s = self._data_wait_s, 0.0
         self.last_step = step
         if self._metrics is None:

@@ -255,6 +255,7 @@ class DMTrainer(Trainer):
         assert self._recorder is not None  # noqa: S101 - the caller looked
         if self._ema is not None and self._nonfinite is None:
             self._ema.update()
+        step_s = self._recorder.step_seconds()
         val_loss = None
         if self.plan.eval_steps and step % self.plan.eval_steps == 0:
             val_loss = self._validation_loss(model)
@@ -267,7 +268,9 @@ class DMTrainer(Trainer):
             nonfinite=self._nonfinite,
             dropped_steps=self.guard.num_dropped,
             val_loss=val_loss,
+            step_s=step_s,
         )
+        self._recorder.start()
 
     def _validation_loss(self, model: nn.Module) -> float:
         assert self.plan.validate is not None  # noqa: S101 - the experiment gives both
@@ -297,9 +300,7 @@ class DMTrainer(Trainer):
                 f"step {step}: the weights are not finite, so no checkpoint is written; the last "
                 "one is healthy. Lower --optimizer-config.base-lr"
             )
-        with self._averaged_weights():
-            weights = gather_weights(model, keep=is_rank_0())
-        parts: list[SaveArtifacts] = [partial(self._write_inference_files, weights)]
+        parts: list[SaveArtifacts] = [partial(self._write_inference_files, model)]
         if not self.plan.save_only_model:
             parts.append(partial(self._write_state, model))
         try:
@@ -312,14 +313,17 @@ class DMTrainer(Trainer):
         else:
             logger.info("saved %s", folder)
 
-    def _write_inference_files(self, weights: dict[str, Tensor], folder: Path) -> None:
-        if is_rank_0():
-            self.trainable_model.save_pretrained(
-                folder,
-                state_dict={clean_name(name): tensor for name, tensor in weights.items()},
-                dtype=self.export_dtype,
-            )
-            self.save_artifacts(folder)
+    def _write_inference_files(self, model: nn.Module, folder: Path) -> None:
+        # written while the averages are in place: on a CPU what is gathered may be the weights
+        with self._averaged_weights():
+            weights = gather_weights(model, keep=is_rank_0())
+            if is_rank_0():
+                self.trainable_model.save_pretrained(
+                    folder,
+                    state_dict={clean_name(name): tensor for name, tensor in weights.items()},
+                    dtype=self.export_dtype,
+                )
+                self.save_artifacts(folder)
 
     def _write_state(self, model: nn.Module, folder: Path) -> None:
         assert self._sampler is not None  # noqa: S101 - the loader is made before
@@ -351,9 +355,7 @@ class DMTrainer(Trainer):
     def save_model(self, output_dir: str | None = None, *_args: Any, **_kwargs: Any) -> None:
         """Write the weights and all that inference needs into ``output_dir``."""
         folder = Path(output_dir or self.args.output_dir)
-        with self._averaged_weights():
-            weights = gather_weights(self.model_wrapped, keep=is_rank_0())
-        together(partial(self._write_inference_files, weights, folder))
+        together(partial(self._write_inference_files, self.model_wrapped, folder))
         logger.info("saved %s", folder)
 
     def run(self) -> None:

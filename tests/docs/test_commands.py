@@ -158,7 +158,8 @@ def test_hooks_have_the_signatures_of_the_code():
     for node in ast.parse(text).body:
         for method in node.body:
             parameters = inspect.signature(getattr(classes[node.name], method.name)).parameters
-            assert list(parameters) == [argument.arg for argument in method.args.args]
+            given = [*method.args.args, *method.args.kwonlyargs]
+            assert list(parameters) == [argument.arg for argument in given]
             seen.add(method.name)
     assert len(seen) == 4
 

@@ -39,7 +39,7 @@ FAULTS = {
     "raise": lambda: die(ValueError("broken\nsecond line")),
     "data": lambda: die(DataError("no such frame")),
     "memory": lambda: die(MemoryError("no more")),
-    "exit 0": lambda: sys.exit(0),
+    "exit 0": lambda: os._exit(0),  # an orderly exit sometimes aborts in gloo
     "exit 3": lambda: os._exit(3),
     "sleep": lambda: time.sleep(300),
     "busy": busy,
