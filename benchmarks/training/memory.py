@@ -14,6 +14,7 @@ import json
 import sys
 import tempfile
 import warnings
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
@@ -198,14 +199,20 @@ def peaks(trace: Path, names: Sequence[str]) -> dict[str, int]:
         if e.get("name") in names and e.get("cat") == "user_annotation"
     }
     changes = [(e["ts"], e["args"]) for e in events if e.get("name") == "[memory]"]
-    alive: dict[int, int] = {}
-    total, found = 0, dict.fromkeys(names, 0)
+    starts, sizes, total, found = [], [], 0, dict.fromkeys(names, 0)
     for time, change in sorted(changes, key=lambda item: item[0]):
-        if change["Bytes"] > 0:
-            alive[change["Addr"]] = change["Bytes"]
-            total += change["Bytes"]
-        else:  # what was there before the trace does not count
-            total -= alive.pop(change["Addr"], 0)
+        address, size = change["Addr"], change["Bytes"]
+        # gloo's threads free without a record: what a new block overlaps is gone. A freed block
+        # that the trace does not know was there before it and does not count.
+        first = bisect_right(starts, address) - 1
+        first += first < 0 or starts[first] + sizes[first] <= address
+        last = bisect_left(starts, address + max(size, 1))
+        total -= sum(sizes[first:last])
+        del starts[first:last], sizes[first:last]
+        if size > 0:
+            starts.insert(first, address)
+            sizes.insert(first, size)
+            total += size
         for name, (start, stop) in spans.items():
             if start <= time <= stop:
                 found[name] = max(found[name], total)

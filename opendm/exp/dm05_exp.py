@@ -13,13 +13,19 @@ import tyro
 
 from opendm.data.config import DM05DataConfig
 from opendm.errors import ConfigError, OpenDMError
-from opendm.failure import record_failure
+from opendm.failure import record_exception, record_failure
 from opendm.flags import choice_flag, unknown_flag
 from opendm.infer.config import DM05InferenceConfig
 from opendm.model.dm05.config import DM05ModelConfig
 from opendm.model.dm05.dm05_lora import DM05LoraConfig
 from opendm.optimizer.config import DM05OptimizerConfig
-from opendm.runtime import Runtime, configure_logging, environment, validate_only
+from opendm.runtime import (
+    Runtime,
+    configure_logging,
+    environment,
+    show_stacks_on_signal,
+    validate_only,
+)
 from opendm.trainer.config import DM05TrainerConfig
 
 __all__ = [
@@ -112,6 +118,7 @@ def parse(exp_type: type[DM05Exp], argv: Sequence[str] | None = None) -> DM05Exp
 def run(exp: DM05Exp) -> int:
     """Run an experiment; what a person did wrong becomes one line and an exit code."""
     runtime = Runtime.from_env()
+    show_stacks_on_signal()
     try:
         configure_logging(exp.logger_level, runtime)
         exp.run()
@@ -122,6 +129,9 @@ def run(exp: DM05Exp) -> int:
         if runtime.world_size == 1:
             print(f"error: {message}", file=sys.stderr)
         return error.exit_code
+    except Exception as error:
+        record_exception(error, environment())
+        raise
     return 0
 
 

@@ -20,8 +20,9 @@ from opendm.data.transforms.prompt import PROMPT_LAYOUT_VERSION
 from opendm.errors import DataError, OpenDMError
 from opendm.exp.resume import find_checkpoint
 from opendm.exp.run_file import REPORTED_PACKAGES, run_record, text_hash, write_run_file
+from opendm.failure import phase
 from opendm.infer.layout import PolicyLayout
-from opendm.runtime import Runtime, enable_wandb
+from opendm.runtime import Runtime, collective_timeout_s, enable_wandb, environment
 from opendm.trainer.arguments import training_arguments
 from opendm.trainer.checkpointing import Checkpoints
 from opendm.trainer.engine import Engine, EngineName, fsdp_engine
@@ -43,7 +44,6 @@ logger = logging.getLogger(__name__)
 
 NORM_STATS_FILE: Final = "norm_stats.json"
 PACKAGE: Final = Path(opendm.__file__).parent
-AGREEMENT_TIMEOUT_S: Final = 10.0
 VALIDATION_SEED: Final = 0
 """Of noise and times of held-out samples: the same in all runs, so that losses compare."""
 
@@ -56,8 +56,10 @@ def train(exp: "DM05Exp") -> None:
     """
     runtime = Runtime.from_env()
     with StopRequest(announce=runtime.is_main) as stop:
-        trainer = build_trainer(exp, runtime, stop)
-        trainer.run()
+        with phase("loading", environment()):
+            trainer = build_trainer(exp, runtime, stop)
+        with phase("training", environment()):
+            trainer.run()
     if dist.is_initialized():
         dist.destroy_process_group()
 
@@ -71,9 +73,9 @@ def build_trainer(exp: "DM05Exp", runtime: Runtime, stop: StopRequest) -> DMTrai
     arguments = training_arguments(config, exp.optimizer_config, world_size=runtime.world_size)
     engine = choose_engine(exp, runtime, arguments.device)
 
-    stats_path = Path(
-        on_rank_0(lambda: str(exp.data_config.compute_norm_stats(exp.model_config.chunk_size)))
-    )
+    with phase("statistics", environment()):
+        chunk_size = exp.model_config.chunk_size
+        stats_path = Path(on_rank_0(lambda: str(exp.data_config.compute_norm_stats(chunk_size))))
     processor = load_processor(str(exp.model_config.model_name_or_path))
     max_length = config.model_max_length
     dataset = exp.data_config.build_dataset(processor, exp.model_config.chunk_size, max_length)
@@ -152,7 +154,7 @@ def validation(
 
 
 def compare_ranks(run: Mapping[str, Any], hashes: Mapping[str, str], model: nn.Module) -> None:
-    """Abort within seconds if ranks were not started alike.
+    """Abort at once if ranks were not started alike.
 
     Raises:
         EngineError: names the first difference; the same line on every rank.
@@ -160,7 +162,7 @@ def compare_ranks(run: Mapping[str, Any], hashes: Mapping[str, str], model: nn.M
     facts = flat_facts("configuration", run["config"])
     facts |= {f"hash of the {name}": value for name, value in hashes.items()}
     facts |= code_facts(PACKAGE, REPORTED_PACKAGES) | parameter_facts(model)
-    compare(facts, AGREEMENT_TIMEOUT_S)
+    compare(facts, float(collective_timeout_s()))
 
 
 def choose_engine(exp: "DM05Exp", runtime: Runtime, device: torch.device) -> Engine:

@@ -63,9 +63,8 @@ def local_gradient(param: nn.Parameter) -> torch.Tensor | None:
         return local(grad)
     if grad.shape != param.shape:
         raise ConfigError(
-            f"a gradient of shape {tuple(grad.shape)} stands at a shard of another shape: FSDP's "
-            "no_sync leaves gradients unsharded. Run the last backward pass before step() outside "
-            "no_sync"
+            "a gradient has another shape than the shard it stands at: FSDP's no_sync leaves "
+            "gradients unsharded. Run the last backward pass before step() outside no_sync"
         )
     return grad
 

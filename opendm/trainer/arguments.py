@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 import torch
 from transformers import TrainingArguments
 
+from opendm.runtime import collective_timeout_s
 from opendm.trainer.config import DM05TrainerConfig
 
 if TYPE_CHECKING:
@@ -54,6 +55,7 @@ def training_arguments(
         data_seed=trainer.seed,
         report_to=["wandb"] if trainer.wandb_project else [],
         use_cpu=not on_gpu,
+        ddp_timeout=collective_timeout_s(),
         ddp_backend="gloo" if world_size > 1 and not on_gpu else None,
         disable_tqdm=True,
     )

@@ -43,9 +43,7 @@ class Checkpoints:
         try:
             for part in parts:
                 together(functools.partial(part, partial))
-            folder = Path(
-                together(lambda: str(commit(partial, step, self.hashes)), on_rank_0=True)
-            )
+            folder = Path(together(lambda: str(commit(partial, step, self.hashes)), on_rank_0=True))
         except OpenDMError:
             if is_rank_0():
                 discard(partial)

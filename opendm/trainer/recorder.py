@@ -105,5 +105,3 @@ class StepRecorder:
         if self._metrics is not None:
             self._metrics.close()
         self._progress.close()
-
-

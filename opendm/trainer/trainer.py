@@ -16,8 +16,10 @@ from torch.utils.data import DataLoader
 from transformers import PrinterCallback, ProgressCallback, Trainer, TrainingArguments
 
 from opendm.errors import CheckpointError, NonFiniteError, OpenDMError
+from opendm.failure import phase
 from opendm.optimizer import MuonAdamW
 from opendm.optimizer.selection import canonical_name
+from opendm.runtime import environment
 from opendm.trainer.checkpointing import Checkpoints, is_rank_0, together
 from opendm.trainer.ema import Ema
 from opendm.trainer.engine import Engine, autocast, clean_name, gather_weights, inner, mark_skipped
@@ -304,7 +306,8 @@ class DMTrainer(Trainer):
         if not self.plan.save_only_model:
             parts.append(partial(self._write_state, model))
         try:
-            folder = self.plan.checkpoints.save(step, *parts)
+            with phase("saving", environment()):
+                folder = self.plan.checkpoints.save(step, *parts)
         except CheckpointError as error:
             # healthy checkpoints are still there, and the next save may find room
             logger.error("checkpoint of step %d was not written: %s", step, error)  # noqa: TRY400

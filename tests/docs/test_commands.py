@@ -21,6 +21,7 @@ TRANSLATIONS = {
     "README.md": "README.zh-CN.md",
     "docs/en/dm05_finetuning.md": "docs/zh/dm05_finetuning.md",
     "docs/en/optimizer.md": "docs/zh/optimizer.md",
+    "docs/en/reliability.md": "docs/zh/reliability.md",
 }
 GUIDE = REPOSITORY / "docs/en/dm05_finetuning.md"
 MARKS = ("run", "train", "parse")

@@ -1,0 +1,39 @@
+"""What the tests of this folder share: a model for runs of seconds, and the record of long forms."""
+
+from collections.abc import Callable
+from datetime import UTC, datetime
+from pathlib import Path
+
+import pytest
+import torch
+
+REPOSITORY = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="session")
+def tiny_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint of two layers, 32 wide: kills and resumes do not ask for more."""
+    from opendm.data.episodes import find_episodes, iterate_frames
+    from opendm.dataset.register import dataset_fields
+    from opendm.model.dm05.tiny import build_processor, random_model, tiny_config
+
+    folder = tmp_path_factory.mktemp("checkpoints") / "tiny"
+    episodes = find_episodes(dataset_fields("demo")["jsonl_dir"])
+    processor = build_processor(next(iterate_frames(episode))[1]["prompt"] for episode in episodes)
+    config = tiny_config(len(processor.tokenizer), num_layers=2, hidden_size=32)
+    random_model(config).save_pretrained(folder, dtype=torch.float32)
+    processor.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def record() -> Callable[[str], None]:
+    """Print a line, and append it with its moment to ``soak-<date>.md`` in the repository root."""
+
+    def append(text: str) -> None:
+        now = datetime.now(UTC)
+        print(text)
+        with (REPOSITORY / f"soak-{now:%Y-%m-%d}.md").open("a", encoding="utf-8") as file:
+            file.write(f"- {now:%Y-%m-%d %H:%M} UTC: {text}\n")
+
+    return append
