@@ -66,7 +66,7 @@ def collective_timeout_s() -> int:
 
 def show_stacks_on_signal() -> None:
     """On SIGUSR2, which the launcher sends to a rank that hangs, print every thread's stack."""
-    faulthandler.register(signal.SIGUSR2, file=sys.__stderr__)
+    faulthandler.register(signal.SIGUSR2, file=sys.__stderr__ or sys.stderr)
 
 
 def enable_wandb(project: str) -> None:
