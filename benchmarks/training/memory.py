@@ -176,13 +176,13 @@ def _backward(units: Sequence[Unit], setup: Setup) -> Iterator[float]:
         # FSDP1 reduces one flat gradient, frozen weights and all
         whole = unit.numel if setup.engine == "fsdp1" else unit.trainable
         shard = MASTER * whole / world
-        widened = MASTER * whole if size < MASTER or setup.engine == "fsdp2" else 0
+        copied = MASTER * whole if setup.is_gloo else 0
         if setup.engine == "fsdp1":  # gradients by parameter, then in one piece
             yield others + size * (unit.numel + 2 * whole)
-        else:
+            yield others + size * whole + (MASTER * whole if size < MASTER else 0) + shard + copied
+        else:  # the input of the reduction before is kept; gradients go when they are in this one
             yield others + size * (unit.numel + whole) + MASTER * before
-        copied = MASTER * whole if setup.is_gloo else 0
-        yield others + size * whole + widened + shard + copied
+            yield others + MASTER * whole + max(size * whole, shard + copied)
         reduced += shard
         before = whole
 

@@ -102,6 +102,11 @@ def find_checkpoint(
         CheckpointError: the named checkpoint does not verify, or cannot be continued.
     """
     output_dir = Path(config.output_dir)
+    if config.overwrite and config.resume not in ("auto", "never"):
+        raise ConfigError(
+            "--trainer-config.overwrite removes what is in the output folder, and "
+            f"--trainer-config.resume {config.resume} would continue it; give one of the two"
+        )
     if config.overwrite:
         _remove_earlier_run(output_dir)
     if config.resume == "never":

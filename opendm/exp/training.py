@@ -55,7 +55,7 @@ def train(exp: "DM05Exp") -> None:
         Interrupted: a signal stopped the run; what it had reached is saved.
     """
     runtime = Runtime.from_env()
-    with StopRequest(announce=runtime.is_main) as stop:
+    with StopRequest(announce=runtime.world_size == 1) as stop:
         with phase("loading", environment()):
             trainer = build_trainer(exp, runtime, stop)
         with phase("training", environment()):

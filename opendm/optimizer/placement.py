@@ -146,6 +146,8 @@ def _ddp_placements(model: nn.Module) -> Iterator[tuple[int, Placement]]:
 
 
 def _fsdp1_placements(model: nn.Module) -> Iterator[tuple[int, Placement]]:
+    if "FullyShardedDataParallel" not in vars(torch.distributed.fsdp):
+        return  # a torch without FSDP1
     from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
 
     hybrid = (ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2)  # noqa: SLF001

@@ -28,18 +28,21 @@ class Checkpoints:
     hashes: Mapping[str, str]
     """Of configuration, dataset and statistics, for the manifest."""
 
-    def save(self, step: int, *parts: Callable[[Path], None]) -> Path:
+    def save(self, step: int, *parts: Callable[[Path], None], needed: int = 0) -> Path:
         """Write ``checkpoint-<step>`` or nothing; every rank must call this.
 
         Args:
             step: optimizer steps done.
             parts: each writes this rank's share into a folder. One that holds collectives must
                 have them behind it before it writes.
+            needed: estimated bytes; refused at once if less is free. 0: not known.
 
         Raises:
             CheckpointError: some rank could not write; on every rank.
         """
-        partial = Path(together(lambda: str(begin(self.output_dir, step)), on_rank_0=True))
+        partial = Path(
+            together(lambda: str(begin(self.output_dir, step, needed=needed)), on_rank_0=True)
+        )
         try:
             for part in parts:
                 together(functools.partial(part, partial))

@@ -2,10 +2,14 @@
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Final
 
 from opendm.errors import ConfigError
 from opendm.flags import choice_flag
+
+SHARDING_STRATEGIES: Final = ("shard_grad_op", "full_shard", "hybrid_shard")
+WRAP_PRESETS: Final = ("published", "per_layer")
+NONFINITE_CHOICES: Final = ("skip", "stop")
 
 
 @dataclass
@@ -16,12 +20,10 @@ class DM05TrainerConfig:
     """Shard with FSDP when there are several processes; off means DDP."""
     fsdp_version: int = 1
     """1, or 2 for FSDP2 (fully_shard); the numbers are the same."""
-    fsdp_sharding_strategy: Annotated[
-        str, choice_flag("shard_grad_op", "full_shard", "hybrid_shard")
-    ] = "shard_grad_op"
+    fsdp_sharding_strategy: Annotated[str, choice_flag(*SHARDING_STRATEGIES)] = "shard_grad_op"
     """shard_grad_op keeps gathered weights from forward to backward, full_shard frees them between,
     hybrid_shard shards within a node and copies across nodes."""
-    fsdp_wrap: Annotated[str, choice_flag("published", "per_layer")] = "published"
+    fsdp_wrap: Annotated[str, choice_flag(*WRAP_PRESETS)] = "published"
     """FSDP units: the whole Action Expert and the last VLM layers, or every layer by itself."""
     output_dir: str = "user_checkpoints/dm05_exp"
     """Folder of checkpoints, metrics and the final weights."""
@@ -67,7 +69,7 @@ class DM05TrainerConfig:
     """Remove checkpoints and metrics of an earlier run in the output folder."""
     accept_changes: bool = False
     """Continue a checkpoint although rates or schedules have changed; the changes are printed."""
-    nonfinite: Annotated[str, choice_flag("skip", "stop")] = "skip"
+    nonfinite: Annotated[str, choice_flag(*NONFINITE_CHOICES)] = "skip"
     """What a loss or gradient that is not finite does: the step is skipped, or the run stops."""
     max_nonfinite_steps: int = 10
     """Skipped steps in a row after which the run stops."""
@@ -108,6 +110,15 @@ class DM05TrainerConfig:
                 f"--trainer-config.save-strategy {self.save_strategy!r} is unknown; allowed: "
                 "steps, no"
             )
+        for flag, chosen, choices in (
+            ("fsdp-sharding-strategy", self.fsdp_sharding_strategy, SHARDING_STRATEGIES),
+            ("fsdp-wrap", self.fsdp_wrap, WRAP_PRESETS),
+            ("nonfinite", self.nonfinite, NONFINITE_CHOICES),
+        ):
+            if chosen not in choices:
+                raise ConfigError(
+                    f"--trainer-config.{flag} {chosen!r} is unknown; allowed: {', '.join(choices)}"
+                )
         if self.fsdp_version not in (1, 2):
             raise ConfigError(
                 f"--trainer-config.fsdp-version {self.fsdp_version} is unknown; allowed: 1, 2"

@@ -99,6 +99,7 @@ class DMTrainer(Trainer):
         )
         resume_from = plan.resume_from
         self._counters = {} if resume_from is None else read_counters(resume_from)
+        self._checkpoint_bytes = estimated_bytes(model, plan, export_dtype)
         self._sampler: StepSampler | None = None
         self._ema: Ema | None = None
         self._recorder: StepRecorder | None = None
@@ -307,7 +308,7 @@ class DMTrainer(Trainer):
             parts.append(partial(self._write_state, model))
         try:
             with phase("saving", environment()):
-                folder = self.plan.checkpoints.save(step, *parts)
+                folder = self.plan.checkpoints.save(step, *parts, needed=self._checkpoint_bytes)
         except CheckpointError as error:
             # healthy checkpoints are still there, and the next save may find room
             logger.error("checkpoint of step %d was not written: %s", step, error)  # noqa: TRY400
@@ -375,6 +376,14 @@ class DMTrainer(Trainer):
         finally:
             if self._recorder is not None:
                 self._recorder.close()
+
+
+def estimated_bytes(model: nn.Module, plan: RunPlan, export_dtype: torch.dtype) -> int:
+    """Size of a checkpoint: exported weights, and float32 weights, two moments and the average."""
+    whole = sum(p.numel() for p in model.parameters())
+    trainable = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    num_float32 = 0 if plan.save_only_model else 3 + (plan.ema_decay > 0)
+    return whole * export_dtype.itemsize + 4 * num_float32 * trainable
 
 
 def safe_save_model_for_hf_trainer(trainer: DMTrainer, output_dir: str) -> None:

@@ -6,6 +6,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from run_ranks import experiment, run_ranks
+
+from opendm.exp.dm05_exp import run
 
 REPOSITORY = Path(__file__).parents[2]
 
@@ -24,6 +27,16 @@ def tiny_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     random_model(config).save_pretrained(folder, dtype=torch.float32)
     processor.save_pretrained(folder)
     return folder
+
+
+@pytest.fixture(scope="session")
+def whole(tiny_checkpoint, tmp_path_factory):
+    """Folders of runs of 6 steps that nobody disturbed, by number of ranks."""
+    folder = tmp_path_factory.mktemp("whole")
+    assert run(experiment(tiny_checkpoint, folder / "1")) == 0
+    exp = experiment(tiny_checkpoint, folder / "2", trainer_config__per_device_train_batch_size=2)
+    assert run_ranks(exp, 2, folder) == [0, 0]
+    return {1: folder / "1", 2: folder / "2"}
 
 
 @pytest.fixture(scope="session")

@@ -6,6 +6,8 @@ import os
 from contextlib import contextmanager
 from pathlib import Path
 
+import safetensors.torch
+
 CALLS = ("fsync", "rename", "replace", "mkdir", "rmdir", "unlink", "remove")
 
 
@@ -21,6 +23,7 @@ def interposed(act):
     """
     originals = {(os, name): os.__dict__[name] for name in CALLS}
     originals |= {(module, "open"): io.open for module in (io, builtins)}
+    originals[safetensors.torch, "serialize_file"] = safetensors.torch.serialize_file
 
     def wrapped(call, original):
         def interposer(target, *arguments, **options):
@@ -47,8 +50,14 @@ def interposed(act):
         file.write = write_in_two
         return file
 
+    def serialized(tensors, path, metadata=None):
+        # it writes in Rust; in Python its write, too, can end halfway
+        with opened(path, "wb") as file:
+            file.write(safetensors.torch.serialize(tensors, metadata=metadata))
+
+    replacements = {"open": opened, "serialize_file": serialized}
     for module, name in originals:
-        replacement = opened if name == "open" else wrapped(name, originals[module, name])
+        replacement = replacements.get(name) or wrapped(name, originals[module, name])
         setattr(module, name, replacement)
     try:
         yield

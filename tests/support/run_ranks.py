@@ -3,6 +3,7 @@
 import json
 import os
 import random
+import shutil
 import signal
 import traceback
 from pathlib import Path
@@ -43,13 +44,15 @@ def experiment(tiny, folder, **changes):
 
 
 class Ranks:
-    """Processes of one run, whose exit codes can be waited for."""
+    """Processes of one run, whose exit codes can be waited for.
 
-    def __init__(self, exp, world_size, tmp_path):
+    Before the run each calls ``prepare(rank)``, a function that forked processes can import.
+    """
+
+    def __init__(self, exp, world_size, tmp_path, prepare=None):
         store = tmp_path / f"store-{random.getrandbits(40)}"
-        self.errors = CONTEXT.SimpleQueue()
         self.processes = [
-            CONTEXT.Process(target=_rank, args=(exp, rank, world_size, str(store), self.errors))
+            CONTEXT.Process(target=_rank, args=(exp, rank, world_size, str(store), prepare))
             for rank in range(world_size)
         ]
         for process in self.processes:
@@ -75,7 +78,7 @@ def run_ranks(exp, world_size, tmp_path):
     return Ranks(exp, world_size, tmp_path).wait()
 
 
-def _rank(exp, rank, world_size, store, errors):
+def _rank(exp, rank, world_size, store, prepare):
     torch.set_num_threads(1)
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank))
     os.environ.update(LOCAL_WORLD_SIZE=str(world_size), MASTER_ADDR="127.0.0.1", MASTER_PORT="1")
@@ -85,11 +88,27 @@ def _rank(exp, rank, world_size, store, errors):
             rank=rank, world_size=world_size,
         )  # fmt: skip
     try:
+        if prepare is not None:
+            prepare(rank)
         code = run(exp)
     except BaseException:
         traceback.print_exc()
         code = 99
     os._exit(code)
+
+
+def weights(folder):
+    """The exported weights, byte by byte."""
+    return (Path(folder) / "model.safetensors").read_bytes()
+
+
+def interrupted_at(step, source, target):
+    """A copy of a run as it was when ``step`` had been saved; metrics go further than that."""
+    target.mkdir()
+    for number in range(2, step + 1, 2):
+        shutil.copytree(source / f"checkpoint-{number}", target / f"checkpoint-{number}")
+    shutil.copy(source / "metrics.jsonl", target)
+    return target
 
 
 COMPARED = ("step", "loss", "fm_loss", "grad_norm", "lr")
