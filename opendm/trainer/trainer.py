@@ -378,7 +378,7 @@ class DMTrainer(Trainer):
                 self._recorder.close()
 
 
-def estimated_bytes(model: nn.Module, plan: RunPlan, export_dtype: torch.dtype) -> int:
+def estimated_bytes(model: Any, plan: RunPlan, export_dtype: torch.dtype) -> int:
     """Size of a checkpoint: exported weights, and float32 weights, two moments and the average."""
     whole = sum(p.numel() for p in model.parameters())
     trainable = sum(p.numel() for p in model.parameters() if p.requires_grad)
