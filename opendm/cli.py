@@ -56,6 +56,15 @@ def evaluate_open_loop(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def export(arguments: argparse.Namespace) -> int:
+    """``opendm export``: a checkpoint of a run as a plain one, verified."""
+    from opendm.trainer.export import export_checkpoint
+
+    export_checkpoint(arguments.checkpoint, arguments.output)
+    print(f"wrote {arguments.output}")
+    return 0
+
+
 def tiny_checkpoint(arguments: argparse.Namespace) -> int:
     """``opendm tiny-checkpoint``: a small random checkpoint, made without a network."""
     from opendm.data.episodes import find_episodes, iterate_frames
@@ -84,6 +93,11 @@ def _parser() -> argparse.ArgumentParser:
     open_loop.add_argument("--output", type=Path, help="folder of report.html [the checkpoint]")
     open_loop.add_argument("--stride", type=int, default=4, help="evaluate every N-th frame")
     open_loop.set_defaults(run=evaluate_open_loop)
+
+    plain = commands.add_parser("export", help="copy a checkpoint without its training state")
+    plain.add_argument("--checkpoint", type=Path, required=True, help="checkpoint-N of a run")
+    plain.add_argument("--output", type=Path, required=True, help="folder to make")
+    plain.set_defaults(run=export)
 
     tiny = commands.add_parser("tiny-checkpoint", help="make a small random checkpoint")
     tiny.add_argument("--output", type=Path, default=Path("checkpoints/tiny"), help="folder")

@@ -4,6 +4,7 @@ import pytest
 
 from opendm.cli import main
 from opendm.runtime import VALIDATE_ONLY_VARIABLE
+from opendm.trainer.checkpoint_folder import begin, commit
 
 
 def test_train_runs_an_experiment_file(tiny_checkpoint, tmp_path, monkeypatch):
@@ -34,3 +35,22 @@ def test_an_unknown_dataset_is_named(tmp_path, capsys):
     code = main(["eval", "open-loop", *arguments, "--dataset-name", "demo_heldot"])
     assert code in (2, 3)
     assert capsys.readouterr().err.startswith("error: ")
+
+
+def test_export_leaves_out_what_only_a_resume_needs(tmp_path, capsys):
+    checkpoint = begin(tmp_path / "run", 3)
+    (checkpoint / "model.safetensors").write_bytes(b"weights")
+    (checkpoint / "state").mkdir()
+    (checkpoint / "state" / "state.json").write_text("{}")
+    checkpoint = commit(checkpoint, 3, {})
+    output = tmp_path / "plain"
+    words = ["export", "--checkpoint", str(checkpoint), "--output", str(output)]
+    assert main(words) == 0
+    assert [path.name for path in output.rglob("*")] == ["model.safetensors"]
+    assert (output / "model.safetensors").read_bytes() == b"weights"
+    assert main(words) == 2
+    assert "exists" in capsys.readouterr().err
+    (checkpoint / "model.safetensors").write_bytes(b"weightz")
+    assert main([*words[:-1], str(tmp_path / "other")]) == 2
+    assert "model.safetensors" in capsys.readouterr().err
+    assert not (tmp_path / "other").exists()

@@ -78,6 +78,7 @@ class PieceWriter:
         try:
             folder.mkdir(parents=True, exist_ok=True)
             save_file(flat, path, metadata=metadata)
+            path.chmod(folder.stat().st_mode & 0o666)  # safetensors leaves 0600
         except (OSError, SafetensorError) as error:
             num_bytes = sum(tensor.numel() * tensor.element_size() for tensor in flat.values())
             raise CheckpointError(

@@ -13,7 +13,7 @@ from typing import Any
 import torch.distributed as dist
 
 from opendm.errors import CheckpointError, OpenDMError
-from opendm.trainer.checkpoint_folder import begin, commit, discard, rotate
+from opendm.trainer.checkpoint_folder import begin, commit, discard, rotate, writing
 
 logger = logging.getLogger(__name__)
 
@@ -43,9 +43,14 @@ class Checkpoints:
         partial = Path(
             together(lambda: str(begin(self.output_dir, step, needed=needed)), on_rank_0=True)
         )
+
+        def write(part: Callable[[Path], None]) -> None:
+            with writing(partial, f"the checkpoint of step {step}", needed=needed):
+                part(partial)
+
         try:
             for part in parts:
-                together(functools.partial(part, partial))
+                together(functools.partial(write, part))
             folder = Path(together(lambda: str(commit(partial, step, self.hashes)), on_rank_0=True))
         except OpenDMError:
             if is_rank_0():

@@ -184,6 +184,8 @@ class DMTrainer(Trainer):
             prefetch_factor=args.dataloader_prefetch_factor,
             pin_memory=args.dataloader_pin_memory,
             worker_init_fn=outlive_signals,
+            # its iterator draws a number; from torch's own state a resumed run would be one ahead
+            generator=torch.Generator(),
         )
 
     def get_batch_samples(

@@ -22,19 +22,19 @@ def test_one_process_killed_at_every_write_leaves_the_old_or_the_new_checkpoint(
     found = []
     save = Checkpoints.save
 
-    def kill_at_every_write(checkpoints, step, *parts):
+    def kill_at_every_write(checkpoints, step, *parts, **options):
         if step == 4:
             # links suffice: no file of a checkpoint is ever written over
             shutil.copytree(folder, before, copy_function=os.link)
             for index in itertools.count():
-                if not is_killed_at(partial(save, checkpoints, step, *parts), index):
+                if not is_killed_at(partial(save, checkpoints, step, *parts, **options), index):
                     break
                 found.append(newest_healthy(folder, pytest.fail)[0])
                 if len(found) == 1 or index % 30 == 15 or found[-2:] == [2, 4]:
                     shutil.copytree(folder, copies / str(index))
                 shutil.rmtree(folder)
                 shutil.copytree(before, folder, copy_function=os.link)
-        return save(checkpoints, step, *parts)
+        return save(checkpoints, step, *parts, **options)
 
     # a process that dies leaves the same files with and without it; only its calls count
     monkeypatch.setattr(os, "fsync", lambda descriptor: None)
@@ -60,10 +60,10 @@ def act_in_first_save(act):
     """Call ``act(call, target)`` before every write of the next save of this process."""
     save = Checkpoints.save
 
-    def watched(checkpoints, step, *parts):
+    def watched(checkpoints, step, *parts, **options):
         Checkpoints.save = save
         with interposed(act):
-            return save(checkpoints, step, *parts)
+            return save(checkpoints, step, *parts, **options)
 
     Checkpoints.save = watched
 
