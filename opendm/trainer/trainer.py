@@ -248,10 +248,10 @@ class DMTrainer(Trainer):
         step = self.state.global_step
         if self._recorder is not None and step > self._recorder.last_step:
             self._end_step(step, grad_norm, model, kwargs.get("learning_rate"))
-        # called again after the last step, when the checkpoint is there already
-        if not self._interrupted and self.stop.agreed(self.args.device):
-            self._interrupted = True
-            self.control.should_save = self.control.should_training_stop = True
+            # not when called again after the last step: its checkpoint is there already
+            if self.stop.agreed(self.args.device):
+                self._interrupted = True
+                self.control.should_save = self.control.should_training_stop = True
         super()._maybe_log_save_evaluate(tr_loss, grad_norm, model, *args, **kwargs)
 
     _interrupted = False

@@ -1,4 +1,4 @@
-"""What the tests of this folder share: a model for runs of seconds, and the record of long forms."""
+"""A model for runs of seconds, whole runs to compare with, and the record of long forms."""
 
 from collections.abc import Callable
 from datetime import UTC, datetime

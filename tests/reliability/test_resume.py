@@ -1,6 +1,7 @@
 """A run that was killed, moved or changed goes on as if nothing had happened, or says why not."""
 
 import errno
+import json
 import random
 import re
 import resource
@@ -21,6 +22,7 @@ from run_ranks import (
     run_ranks,
     weights,
 )
+from safetensors import safe_open
 from safetensors.torch import load_file
 
 from opendm.data.augmentations import NoAugmentationPipeline
@@ -33,9 +35,16 @@ STEPS = 6
 
 
 def states(folder):
-    """The files that only a resume needs, of the last checkpoint."""
-    files = sorted((folder / f"checkpoint-{STEPS}" / "state").iterdir())
-    return {path.name: path.read_bytes() for path in files}
+    """All tensors and counters of the last checkpoint, and torch's random state.
+
+    The other random states belong to samples, and type checks of tests draw from them.
+    """
+    state = folder / f"checkpoint-{STEPS}" / "state"
+    with safe_open(state / "state-00000.safetensors", "np") as file:
+        names = file.keys()
+        tensors = {name: file.get_tensor(name).tobytes() for name in names}
+        random_state = json.loads(file.metadata()["random"])["torch"]
+    return tensors, random_state, json.loads((state / "state.json").read_text())
 
 
 @pytest.mark.parametrize(("step", "workers"), [(2, 0), (4, 2)])
@@ -115,9 +124,7 @@ def test_a_run_moves_to_another_number_of_ranks(before, after, whole, tiny_check
 
 def test_a_named_checkpoint_is_continued_in_another_folder(whole, tiny_checkpoint, tmp_path):
     folder = tmp_path / "run"
-    exp = experiment(
-        tiny_checkpoint, folder, trainer_config__resume=str(whole[1] / "checkpoint-2")
-    )
+    exp = experiment(tiny_checkpoint, folder, trainer_config__resume=str(whole[1] / "checkpoint-2"))
     assert run(exp) == 0
     assert metrics_of(folder) == metrics_of(whole[1])[2:]
     assert weights(folder) == weights(whole[1])
@@ -166,7 +173,7 @@ def test_other_rates_need_a_word_and_are_then_used(whole, tiny_checkpoint, tmp_p
     assert line in capsys.readouterr().err
     exp = experiment(tiny_checkpoint, folder, trainer_config__accept_changes=True, **changes)
     assert run(exp) == 0
-    assert line in capsys.readouterr().err
+    assert line in capsys.readouterr().out
     for found, expected in zip(metrics(folder), metrics(whole[1]), strict=True):
         factor = 1.0 if found["step"] <= 4 else 0.5
         np.testing.assert_allclose(found["lr"], factor * expected["lr"], rtol=1e-12)
@@ -175,16 +182,14 @@ def test_other_rates_need_a_word_and_are_then_used(whole, tiny_checkpoint, tmp_p
 # Damage and disks
 
 
-def test_the_checkpoint_before_a_damaged_one_is_continued(
-    whole, tiny_checkpoint, tmp_path, capsys
-):
+def test_the_checkpoint_before_a_damaged_one_is_continued(whole, tiny_checkpoint, tmp_path, capsys):
     folder = interrupted_at(4, whole[1], tmp_path / "run")
     damaged = folder / "checkpoint-4" / "state" / "state-00000.safetensors"
     content = bytearray(damaged.read_bytes())
     content[len(content) // 2] ^= 1
     damaged.write_bytes(content)
     assert run(experiment(tiny_checkpoint, folder)) == 0
-    shown = capsys.readouterr().err
+    shown = capsys.readouterr().out
     assert f"{folder / 'checkpoint-4'} cannot be used: state/state-00000.safetensors" in shown
     assert "checkpoint-2 at step 2" in shown
     assert_same_metrics(folder, whole[1])
@@ -227,7 +232,7 @@ def test_a_full_disk_costs_no_step_and_no_earlier_checkpoint(
     assert run(experiment(tiny_checkpoint, folder, trainer_config__save_steps=1)) == 0
     shown = [
         line
-        for line in capsys.readouterr().err.splitlines()
+        for line in capsys.readouterr().out.splitlines()
         if re.search(r"checkpoint of step \d+ was not written", line)
     ]
     assert len(shown) == 4

@@ -27,16 +27,18 @@ class Case:
     moments: tuple[str, ...]
     receivers: tuple[int, ...] = (0, 1)
     signum: signal.Signals = signal.SIGTERM
-    saves: bool = False
-    """Whether the run saves without being asked, too."""
+    save_steps: int | None = None
+    """None: the run saves only where it is asked to end."""
     step: int | None = 3
     """That it ends at."""
+    code: int = 75
 
 
 CASES = {
     "all ranks in a step": Case(("step",)),
     "one rank in a step": Case(("step",), receivers=(1,)),
-    "in a save": Case(("save",), saves=True),
+    "in a save": Case(("save",), save_steps=2),
+    "in the save of the last step": Case(("save",), save_steps=STEPS, step=STEPS, code=0),
     "in the statistics": Case(("statistics",), step=None),
     "twice, the second in the save": Case(("step", "save")),
     "Ctrl-C": Case(("step",), signum=signal.SIGINT),
@@ -85,8 +87,11 @@ def two_ranks(tiny_checkpoint, folder, **changes):
 @pytest.mark.parametrize("name", CASES)
 def test_a_signal_ends_the_run_with_a_checkpoint(name, whole, tiny_checkpoint, tmp_path):
     case, folder = CASES[name], tmp_path / "run"
-    strategy = "steps" if case.saves else "no"
-    exp = two_ranks(tiny_checkpoint, folder, trainer_config__save_strategy=strategy)
+    exp = two_ranks(
+        tiny_checkpoint, folder,
+        trainer_config__save_strategy="no" if case.save_steps is None else "steps",
+        trainer_config__save_steps=case.save_steps or 1,
+    )  # fmt: skip
     for moment in case.moments:
         (tmp_path / f"pause at {moment}").touch()
     ranks = Ranks(exp, 2, tmp_path, partial(pause_at, tmp_path))
@@ -94,7 +99,7 @@ def test_a_signal_ends_the_run_with_a_checkpoint(name, whole, tiny_checkpoint, t
         wait_for(tmp_path / moment, ranks.processes)
         ranks.signal(case.signum, case.receivers)
         (tmp_path / f"{moment} over").touch()
-    assert ranks.wait() == [75, 75]
+    assert ranks.wait() == [case.code] * 2
     if case.step is None:
         assert not list(folder.glob("*checkpoint-*"))
     else:
@@ -104,7 +109,7 @@ def test_a_signal_ends_the_run_with_a_checkpoint(name, whole, tiny_checkpoint, t
     assert run_ranks(exp, 2, tmp_path) == [0, 0]
     assert_same_metrics(folder, whole[2])
     assert weights(folder) == weights(whole[2])
-    print(f"{case.signum.name}, {name}: exit code 75, continued bit for bit")
+    print(f"{case.signum.name}, {name}: exit code {case.code}, continued bit for bit")
 
 
 def say_started(folder, rank):
