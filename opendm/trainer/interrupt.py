@@ -31,6 +31,7 @@ class StopRequest:
         self.asked_by: signal.Signals | None = None
         """The signal; after ``agreed`` returned True it is the same on all ranks."""
         self._announce = announce
+        self._remembers = False
         self._finish_steps = False
         self._previous: dict[signal.Signals, Any] = {}
 
@@ -60,11 +61,20 @@ class StopRequest:
         if self.asked_by is not None and not self._finish_steps and not is_ours:
             raise self._before_steps() from error
 
-    def finish_steps(self) -> None:
-        """From here on a signal waits for the end of the step."""
-        self._finish_steps = True
-        if self.asked_by is not None:  # it came a moment ago, and what it raised was caught
+    def finish_steps(self, device: torch.device) -> None:
+        """From here on a signal waits for the end of the step; every rank must call this.
+
+        Args:
+            device: where the backend of the process group wants its tensors.
+
+        Raises:
+            Interrupted: a rank was asked to stop already; on every rank, so that none begins a step
+                whose others have left.
+        """
+        self._remembers = True
+        if self.agreed(device):
             raise self._before_steps()
+        self._finish_steps = True
 
     def agreed(self, device: torch.device) -> bool:
         """Whether any rank was asked to stop: a collective, once per step on every rank.
@@ -99,7 +109,7 @@ class StopRequest:
                 raise KeyboardInterrupt
             return
         self.asked_by = signal.Signals(signum)
-        if not self._finish_steps:
+        if not self._remembers:
             raise self._before_steps()
         if signum == signal.SIGINT and self._announce:
             os.write(2, HINT)  # a stream may be in the middle of a write of its own

@@ -2,8 +2,8 @@
 
 import hashlib
 import json
+import time
 from collections.abc import Mapping, Sequence
-from datetime import timedelta
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Final
@@ -15,6 +15,7 @@ from opendm.errors import EngineError
 
 KEY: Final = "opendm/agreement"
 ROUND: Final = f"{KEY}/round"
+POLL_S: Final = 0.05
 SHOWN: Final = 40  # characters of a value in a message
 
 
@@ -39,16 +40,15 @@ def compare(facts: Mapping[str, str], timeout_s: float) -> None:
     number = store.add(f"{ROUND}/{rank}", 1)
     keys = [f"{KEY}/{number}/{other}" for other in range(world_size)]
     store.set(keys[rank], json.dumps(list(facts.items())))
-    try:
-        store.wait(keys, timedelta(seconds=timeout_s))
-    except RuntimeError:  # no store has a type of its own for this
-        missing = [other for other, key in enumerate(keys) if not store.check([key])]
-        if not missing:
-            raise
-        raise EngineError(
-            f"{_ranks(missing)} did not come to compare the configuration within {timeout_s:g} s; "
-            "see their output"
-        ) from None
+    deadline = time.monotonic() + timeout_s
+    while not store.check(keys):  # store.wait would keep a signal waiting, too
+        if time.monotonic() > deadline:
+            missing = [other for other, key in enumerate(keys) if not store.check([key])]
+            raise EngineError(
+                f"{_ranks(missing)} did not come to compare the configuration within {timeout_s:g} "
+                "s; see their output"
+            )
+        time.sleep(POLL_S)
     stated = [dict(json.loads(store.get(key))) for key in keys]
     if problem := first_difference(stated):
         raise EngineError(problem)

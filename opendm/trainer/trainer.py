@@ -136,7 +136,7 @@ class DMTrainer(Trainer):
         self._start_ema()
         if self.plan.resume_from is not None:
             self._restore(self.plan.resume_from)
-        self.stop.finish_steps()
+        self.stop.finish_steps(self.args.device)
         assert self._sampler is not None  # noqa: S101 - the loader is made before
         self._recorder = StepRecorder(
             Path(self.args.output_dir) / METRICS_FILE if is_rank_0() else None,

@@ -19,7 +19,7 @@ CPU = torch.device("cpu")
 def stop_one_rank(rank, signalled, at_step):
     """Steps until all agree; the rank ``signalled`` gets SIGTERM in the middle of a step."""
     with StopRequest() as stop:
-        stop.finish_steps()
+        stop.finish_steps(CPU)
         for step in range(6):
             if (rank, step) == (signalled, at_step):
                 os.kill(os.getpid(), signal.SIGTERM)
@@ -42,7 +42,7 @@ class SlowNumbers:
 def read_under_signals(protect):
     """How many batches arrive when the whole process group gets SIGTERM and SIGHUP."""
     with StopRequest() as stop:
-        stop.finish_steps()
+        stop.finish_steps(CPU)
         loader = DataLoader(
             SlowNumbers(), num_workers=2, worker_init_fn=protect, multiprocessing_context="fork"
         )

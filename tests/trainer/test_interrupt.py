@@ -30,7 +30,7 @@ def handlers_are_put_back():
 @pytest.mark.parametrize("signum", SIGNALS)
 def test_a_signal_is_remembered_until_the_step_ends(signum):
     with StopRequest() as stop:
-        stop.finish_steps()
+        stop.finish_steps(CPU)
         assert not stop.agreed(CPU)
         send(signum)
         assert stop.agreed(CPU)
@@ -53,7 +53,7 @@ def test_before_the_first_step_a_signal_stops_the_run_at_once(signum):
 
 def test_further_signals_change_nothing_and_a_second_ctrl_c_stops_at_once():
     with StopRequest() as stop:
-        stop.finish_steps()
+        stop.finish_steps(CPU)
         for signum in (signal.SIGTERM, signal.SIGTERM, signal.SIGHUP):
             send(signum)
         assert stop.asked_by is signal.SIGTERM
@@ -64,7 +64,7 @@ def test_further_signals_change_nothing_and_a_second_ctrl_c_stops_at_once():
 def test_the_first_ctrl_c_says_what_a_second_one_does(capfd):
     for announce, expected in ((True, "once more"), (False, "")):
         with StopRequest(announce=announce) as stop:
-            stop.finish_steps()
+            stop.finish_steps(CPU)
             send(signal.SIGINT)
         error = capfd.readouterr().err
         assert expected in error
@@ -76,14 +76,14 @@ def test_a_signal_that_start_up_code_swallowed_still_stops_the_run():
         with pytest.raises(Interrupted):
             send(signal.SIGTERM)
         with pytest.raises(Interrupted):
-            stop.finish_steps()
+            stop.finish_steps(CPU)
 
 
 def test_the_connection_that_a_signal_cost_is_not_reported_as_a_failure():
     def lose(error, *, in_steps):
         with StopRequest() as stop:
             if in_steps:
-                stop.finish_steps()
+                stop.finish_steps(CPU)
                 send(signal.SIGTERM)
             else:
                 with pytest.raises(Interrupted):
