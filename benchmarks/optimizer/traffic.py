@@ -7,8 +7,9 @@ One line for each way of sharding and number of ranks:
 - bound: the least that any assignment whose busiest rank is as busy could move. It is the linear
   relaxation of the assignment problem, so the true ratio is smaller still.
 - unbalanced: what moves if the rank with the largest part always does the work. With the Action
-  Expert as one FSDP1 unit this is next to nothing, and balance costs many times as much: a unit
-  per layer is the better preset for Muon, since every rank then holds a part of every layer.
+  Expert as one FSDP1 unit this is next to nothing, and balance costs many times as much; with a
+  unit per layer every rank holds a part of every layer, and balance costs little more than the
+  bound. In bytes one unit is still the cheaper one.
 - lockstep work: the busiest owner of each bucket, summed over the buckets.
 - one rank: the time if every rank did everything and nothing moved.
 

@@ -8,6 +8,7 @@ import warnings
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from ranks import message_of
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
     get_optimizer_state_dict,
@@ -20,7 +21,6 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from opendm.errors import OpenDMError
 from opendm.optimizer import (
     MuonAdamW,
     load_optimizer_state,
@@ -329,14 +329,6 @@ def dcp_load(rank, blocks, folder, weights):
         set_optimizer_state_dict(model, optimizer, optim_state_dict=state["optim"])
 
     return train(rank, blocks, "fsdp2", 2, first_step=3, start=start)
-
-
-def message_of(action):
-    try:
-        action()
-    except OpenDMError as error:
-        return str(error)
-    return "accepted"
 
 
 def refusals(rank, blocks):

@@ -8,6 +8,8 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+from opendm.errors import OpenDMError
+
 TIMEOUT = timedelta(seconds=60)
 """After which a rank that waits for another fails instead of hanging."""
 CONTEXT = mp.get_context("forkserver")
@@ -52,3 +54,12 @@ def _rank(work, arguments, rank, world_size, store, results):
         dist.destroy_process_group()
     except BaseException:
         results.put((rank, traceback.format_exc()))
+
+
+def message_of(action):
+    """What an action is refused with."""
+    try:
+        action()
+    except OpenDMError as error:
+        return str(error)
+    return "accepted"

@@ -10,12 +10,12 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.distributed as dist
+from ranks import message_of
 from torch.distributed.fsdp import fully_shard
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "optimizer"))
 from sharded_work import clean, gradient, indexed, is_matrix, local, set_grad, wrap
 
-from opendm.errors import OpenDMError
 from opendm.optimizer import MuonAdamW
 from opendm.trainer.train_state import load_train_state, save_train_state
 
@@ -160,14 +160,6 @@ def load_all(rank, root, world_size, wholes, later):
             run.train(range(3, 5))
             found[engine, optim, "continued"] = num_wrong(run, later[optim])
     return found
-
-
-def message_of(action):
-    try:
-        action()
-    except OpenDMError as error:
-        return str(error)
-    return "accepted"
 
 
 def gathered(engine, root):
