@@ -1,0 +1,1 @@
+"""What would fail later, found before training: records, pictures, numbers, prompts, one batch."""
