@@ -1,7 +1,8 @@
 """The demonstrations shipped in ``assets/demo``: three Meta-World tasks, two cameras.
 
 State: end-effector x, y, z in metres and gripper opening. Action: end-effector target x, y, z in
-metres and gripper command. ``demo_heldout`` holds episodes that no training reads.
+metres and gripper command. ``demo_heldout`` holds episodes that no training reads; ``demo_mem`` is
+``demo`` with its frame rate, for policies that see earlier frames.
 """
 
 from pathlib import Path
@@ -24,4 +25,10 @@ def _split(folder: str) -> dict[str, Any]:
     }
 
 
-register_dataset({"demo": _split("train"), "demo_heldout": _split("heldout")})
+register_dataset(
+    {
+        "demo": _split("train"),
+        "demo_heldout": _split("heldout"),
+        "demo_mem": {**_split("train"), "fps": 80},
+    }
+)
