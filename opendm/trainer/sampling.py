@@ -16,9 +16,12 @@ from torch.utils.data import Dataset, Sampler
 
 from opendm.errors import OpenDMError
 
+DrawOrder = Callable[[int, int], tuple[np.ndarray, np.ndarray]]
+"""(seed, epoch) to the draws of that epoch: int64 ``[N]`` passes and rows, see `SampleKey`."""
+
 
 class SampleKey(NamedTuple):
-    """Row of the dataset, and how often the dataset was gone through before."""
+    """Row of the dataset, and how often that row was drawn before."""
 
     epoch: int
     row: int
@@ -54,6 +57,8 @@ class StepSampler(Sampler[list[SampleKey]]):
     """Steps that a resumed run has behind it."""
     first_sample: int = 0
     """Samples that it has behind it, of all ranks."""
+    draw_order: DrawOrder | None = None
+    """``num_samples`` draws per epoch; None draws every row once, in a random order."""
 
     def __len__(self) -> int:
         """Micro-batches of the whole run, those before ``first_step`` included."""
@@ -86,9 +91,16 @@ class StepSampler(Sampler[list[SampleKey]]):
     def _keys(self, position: int) -> Iterator[SampleKey]:
         epoch, start = divmod(position, self.num_samples)
         while True:
-            for index in epoch_order(self.seed, epoch, self.num_samples)[start:]:
-                yield SampleKey(epoch, int(index))
+            passes, rows = self._epoch(epoch)
+            for number, row in zip(passes[start:], rows[start:], strict=True):
+                yield SampleKey(int(number), int(row))
             epoch, start = epoch + 1, 0
+
+    def _epoch(self, epoch: int) -> tuple[np.ndarray, np.ndarray]:
+        if self.draw_order is not None:
+            return self.draw_order(self.seed, epoch)
+        rows = epoch_order(self.seed, epoch, self.num_samples)
+        return np.full_like(rows, epoch), rows
 
 
 class SeededDataset(Dataset[tuple[Any, int]]):

@@ -28,7 +28,7 @@ from opendm.trainer.metrics import StepLosses
 from opendm.trainer.nonfinite import NONFINITE_FILE, NonFiniteGuard, all_finite, reason_of
 from opendm.trainer.protocols import TrainableModel
 from opendm.trainer.recorder import StepRecorder
-from opendm.trainer.sampling import SeededCollator, SeededDataset, StepSampler
+from opendm.trainer.sampling import DrawOrder, SeededCollator, SeededDataset, StepSampler
 from opendm.trainer.train_state import load_train_state, read_counters, save_train_state
 
 logger = logging.getLogger(__name__)
@@ -50,6 +50,8 @@ class RunPlan:
     ema_decay: float = 0.0
     validate: Callable[[nn.Module], float] | None = None
     """Loss of a wrapped model on held-out episodes."""
+    draw_order: DrawOrder | None = None
+    """Of a mixture's samples; None draws every sample once per epoch."""
     eval_steps: int = 0
     keep_rates: bool = False
     """Continue with this run's rates and schedule instead of the checkpoint's."""
@@ -174,6 +176,7 @@ class DMTrainer(Trainer):
             world_size=args.world_size,
             first_step=self._counters.get("step", 0),
             first_sample=self._counters.get("samples", 0),
+            draw_order=self.plan.draw_order,
         )
         return DataLoader(
             self.train_dataset,
