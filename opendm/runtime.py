@@ -1,5 +1,6 @@
 """Facts about this process: its rank, its environment, how it logs. Nothing else reads them."""
 
+import ctypes
 import faulthandler
 import logging
 import os
@@ -7,6 +8,7 @@ import signal
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 from opendm.errors import ConfigError
 
@@ -14,8 +16,11 @@ VALIDATE_ONLY_VARIABLE = "OPENDM_VALIDATE_ONLY"
 DATA_PATH_VARIABLE = "OPENDM_DATA_PATH"
 WANDB_PROJECT_VARIABLE = "WANDB_PROJECT"
 WANDB_DISABLED_VARIABLE = "WANDB_DISABLED"
+CACHE_VARIABLE = "OPENDM_CACHE"
 COLLECTIVE_TIMEOUT_VARIABLE = "OPENDM_COLLECTIVE_TIMEOUT_S"
 COLLECTIVE_TIMEOUT_S = 1800
+LAUNCHER_PID_VARIABLE = "OPENDM_LAUNCHER_PID"
+PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +59,13 @@ def data_paths() -> list[str]:
     return [path for path in os.environ.get(DATA_PATH_VARIABLE, "").split(os.pathsep) if path]
 
 
+def cache_folder() -> Path:
+    """Folder of what can be made again: ``OPENDM_CACHE``, or ``opendm`` in the user's cache."""
+    own = os.environ.get(CACHE_VARIABLE)
+    shared = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
+    return Path(own) if own else Path(shared) / "opendm"
+
+
 def validate_only() -> bool:
     """Whether an experiment shall check its configuration and stop (the launcher asks for it)."""
     return os.environ.get(VALIDATE_ONLY_VARIABLE, "") not in ("", "0")
@@ -67,6 +79,19 @@ def collective_timeout_s() -> int:
 def show_stacks_on_signal() -> None:
     """On SIGUSR2, which the launcher sends to a rank that hangs, print every thread's stack."""
     faulthandler.register(signal.SIGUSR2, file=sys.__stderr__ or sys.stderr)
+
+
+def end_with_launcher() -> None:
+    """Have Linux kill this rank when its launcher dies, which could no longer end it.
+
+    Without a launcher, do nothing.
+    """
+    launcher = os.environ.pop(LAUNCHER_PID_VARIABLE, "")
+    if not launcher or sys.platform != "linux":
+        return
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != int(launcher):  # it died before the line above
+        os.kill(os.getpid(), signal.SIGKILL)
 
 
 def enable_wandb(project: str) -> None:
@@ -106,3 +131,13 @@ def flag_was_given(flag: str) -> bool:
     """Whether the command line of this process names ``flag`` (dashes and underscores alike)."""
     wanted = flag.replace("_", "-")
     return any(word.split("=")[0].replace("_", "-") == wanted for word in sys.argv[1:])
+
+
+def choose_opengl(backend: str) -> None:
+    """Name the OpenGL backend of the simulator, which reads it once, while it is imported."""
+    os.environ["MUJOCO_GL"] = backend
+
+
+def chosen_opengl() -> str:
+    """The OpenGL backend that the environment names; empty where it names none."""
+    return os.environ.get("MUJOCO_GL", "")

@@ -61,10 +61,25 @@ class TrainingTransformPipeline(TransformPipeline):
         """The transforms in order."""
         size = (self.image_size, self.image_size)
         crop = v2.RandomResizedCrop(size, scale=(CROP_SCALE, CROP_SCALE), ratio=(1.0, 1.0))
-        jitter = v2.ColorJitter(brightness=BRIGHTNESS, contrast=CONTRAST, saturation=SATURATION)
         return [
             *super().steps(),
             v2.RandomApply([crop], p=self.p),
             v2.RandomApply([v2.RandomRotation(ROTATION_DEGREES)], p=self.p),
-            v2.RandomApply([jitter], p=self.p),
+            v2.RandomApply([colour_jitter()], p=self.p),
         ]
+
+
+class ColourTransformPipeline(TransformPipeline):
+    """Colour each view at random, half of the time; nothing in it moves.
+
+    For pictures of a fixed camera in which a position must be read to a pixel.
+    """
+
+    def steps(self) -> list[torch.nn.Module]:
+        """The transforms in order."""
+        return [*super().steps(), v2.RandomApply([colour_jitter()], p=0.5)]
+
+
+def colour_jitter() -> v2.ColorJitter:
+    """Brightness, contrast and saturation at the published strengths."""
+    return v2.ColorJitter(brightness=BRIGHTNESS, contrast=CONTRAST, saturation=SATURATION)

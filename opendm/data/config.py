@@ -7,17 +7,19 @@ import inspect
 import logging
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from opendm.constants.robot import ActionMode, desc_value
+from opendm.constants.robot import ActionMode
 from opendm.data.dataset import JsonlDataset, Transform
-from opendm.data.episodes import find_episodes, fingerprint
-from opendm.data.norm_stats_job import compute_norm_stats, norm_stats_name, robot_name
+from opendm.data.formats import dataset_info, open_source
+from opendm.data.norm_stats_job import norm_stats_name, robot_name
 from opendm.data.normalize import NormStatsFile
+from opendm.data.selection import Selection, numbers_in_index, usable_episodes
+from opendm.data.stat_file import ensure_statistics, given_statistics
+from opendm.data.stat_origin import statistics_origin
 from opendm.data.val_split import Split, select_split
-from opendm.dataset.register import dataset_fields
 from opendm.errors import ConfigError, DataError
-from opendm.flags import enum_flag
+from opendm.flags import choice_flag, enum_flag
 
 if TYPE_CHECKING:
     from opendm.data.augmentations import TransformPipeline
@@ -32,7 +34,7 @@ class DM05DataConfig:
     """The dataset and how its samples are made."""
 
     dataset_name: str = "demo"
-    """Registered name of the dataset."""
+    """Registered name, folder (OpenDM JSONL or LeRobot) or Hub id (org/name) of the dataset."""
     jsonl_dir: str | None = None
     """Folder of the episodes, instead of the registered one."""
     image_dir: str | None = None
@@ -47,6 +49,8 @@ class DM05DataConfig:
     """Folder of the statistics files."""
     norm_stats_default_robot_type: str | None = None
     """Robot type that a request without one stands for; needed where a dataset has several."""
+    norm_stats_file: str | None = None
+    """Use this statistics file, which must fit data and settings if it says what it is for."""
     add_state: bool = True
     """Write the state into the prompt."""
     is_history: bool = False
@@ -55,10 +59,14 @@ class DM05DataConfig:
     """Episodes held out of training for --trainer-config.eval-steps; the same ones in every run."""
     allow_outside_root: bool = False
     """Allow image paths that leave the image folder."""
+    bad_records: Annotated[Literal["refuse", "skip"], choice_flag("refuse", "skip")] = "refuse"
+    """What a record that cannot be used does: refuse the dataset, or end its episode before it."""
+    index_root: str | None = None
+    """Folder of the dataset indices; the user's cache folder by default."""
 
     def _dataset_info(self) -> dict[str, Any]:
         """The registration's fields, with this config's folders."""
-        info = dataset_fields(self.dataset_name)
+        info = dataset_info(self.dataset_name)
         info["robot_type"] = robot_name(info.get("robot_type"))
         for key, folder in (("jsonl_dir", self.jsonl_dir), ("image_dir", self.image_dir)):
             if folder is not None:
@@ -85,14 +93,10 @@ class DM05DataConfig:
                 f"--data-config.val-episodes {self.val_episodes} is too small; give 0 or more"
             )
         info = self._dataset_info()
+        self._check_action_mode(info)
         if self.is_history and not info.get("fps"):
             raise ConfigError(
                 f"--data-config.is-history needs fps in the registration of {self.dataset_name!r}"
-            )
-        if self.action_mode is ActionMode.RELATIVE and not info.get("state_desc"):
-            raise ConfigError(
-                "--data-config.action-mode RELATIVE needs state_desc in the registration of "
-                f"{self.dataset_name!r}; add it or choose ABSOLUTE"
             )
         for key in ("jsonl_dir", "image_dir"):
             if not Path(info[key]).is_dir():
@@ -101,6 +105,20 @@ class DM05DataConfig:
                     f"the registration or give --data-config.{key.replace('_', '-')}"
                 )
 
+    def _check_action_mode(self, info: dict[str, Any]) -> None:
+        declared = info.get("action_mode")
+        if declared is not None and ActionMode(declared) is not self.action_mode:
+            raise ConfigError(
+                f"--data-config.action-mode {self.action_mode.name} contradicts the registration "
+                f"of {self.dataset_name!r}, which says action_mode {ActionMode(declared).name}; "
+                "give that one, or correct the registration"
+            )
+        if self.action_mode is ActionMode.RELATIVE and not info.get("state_desc"):
+            raise ConfigError(
+                "--data-config.action-mode RELATIVE needs state_desc in the registration of "
+                f"{self.dataset_name!r}; add it or choose ABSOLUTE"
+            )
+
     def action_transform(self, chunk_size: int) -> "BuildAction":
         """From recorded frames to the chunk that is learnt."""
         from opendm.data.transforms.actions import BuildAction
@@ -108,19 +126,54 @@ class DM05DataConfig:
         return BuildAction(chunk_size, self.action_mode)
 
     def norm_stats_path(self, chunk_size: int) -> Path:
-        """File of the statistics of this dataset, mode and chunk size."""
-        name = norm_stats_name(self.dataset_name, repr(self.action_transform(chunk_size)))
+        """File of the statistics of this dataset, mode and chunk size, or the one that is given."""
+        if self.norm_stats_file is not None:
+            return Path(self.norm_stats_file)
+        dataset = self.dataset_name
+        if "/" in dataset or "\\" in dataset:
+            dataset = Path(dataset).resolve().name
+        name = norm_stats_name(dataset, repr(self.action_transform(chunk_size)))
         return Path(self.norm_stats_root) / name
 
     def build_norm_stats_dataset(self, chunk_size: int) -> JsonlDataset:
         """Samples of states and actions only; no image is opened, and no held-out episode."""
         return self._split_dataset(self.action_transform(chunk_size), "train")
 
-    def _split_dataset(self, transforms: Transform, split: Split) -> JsonlDataset:
+    def open_source(self, split: Split | Literal["all"] = "all") -> Selection:
+        """The dataset's frames, and which episodes a split has.
+
+        Raises:
+            ConfigError: the split has no episode, or the registration names one that is not there.
+            DataError: the folder is missing, or a record is bad.
+        """
         info = self._dataset_info()
-        folder = info["jsonl_dir"]
-        episodes = select_split(find_episodes(folder), folder, self.val_episodes, split)
-        return JsonlDataset(folder, transforms, self.dataset_name, info, episodes)
+        source = open_source(
+            info["jsonl_dir"],
+            skip_bad=self.bad_records == "skip",
+            columns=info.get("columns"),
+            index_root=self.index_root,
+        )
+        numbers = info.get("episodes")
+        chosen = None if numbers is None else numbers_in_index(source, numbers)
+        episodes = usable_episodes(source, chosen)
+        if split != "all":
+            episodes = select_split(episodes, info["jsonl_dir"], self.val_episodes, split)
+        return Selection(source, tuple(episode.number for episode in episodes))
+
+    def fingerprint(self) -> str:
+        """Hash of names and contents of the dataset's files."""
+        return self.open_source().source.index.fingerprint()
+
+    def _split_dataset(self, transforms: Transform, split: Split) -> JsonlDataset:
+        info, selected = self._dataset_info(), self.open_source(split)
+        return JsonlDataset(
+            info["jsonl_dir"],
+            transforms,
+            self.dataset_name,
+            info,
+            source=selected.source,
+            episodes=selected.episodes,
+        )
 
     def compute_norm_stats(self, chunk_size: int) -> Path:
         """Make sure that the statistics file exists and fits, and return its path.
@@ -129,40 +182,38 @@ class DM05DataConfig:
         framework, which does not say what it was computed from, is used as it is. Held-out
         episodes are not counted, so that nothing of them reaches training.
         """
-        path = self.norm_stats_path(chunk_size)
-        origin = self._norm_stats_origin(chunk_size)
-        if path.is_file():
-            found = NormStatsFile.load(path).opendm
-            if not found:
-                logger.info("statistics %s do not name their source; used as they are", path)
-            if not found or found == origin:
-                return path
-            keys = {**origin, **found}
-            changed = [key for key in keys if origin.get(key) != found.get(key)]
-            logger.info("statistics %s have another %s; computed again", path, ", ".join(changed))
-        stats = compute_norm_stats(
-            self.build_norm_stats_dataset(chunk_size),
-            self.norm_stats_default_robot_type,
-            self.compute_norm_stats_max_batches,
+        path, origin = self.norm_stats_path(chunk_size), self._norm_stats_origin(chunk_size)
+        if self.norm_stats_file is not None:
+            return given_statistics(path, origin)
+        return ensure_statistics(path, origin, lambda: self._compute_statistics(chunk_size))
+
+    def _compute_statistics(self, chunk_size: int) -> NormStatsFile:
+        from opendm.data.statistics import compute_statistics, part_of_dataset
+
+        dataset = self.build_norm_stats_dataset(chunk_size)
+        return compute_statistics(
+            [part_of_dataset(dataset, self._dataset_info().get("state_desc"))],
+            default_robot_type=self.norm_stats_default_robot_type,
+            max_batches=self.compute_norm_stats_max_batches,
         )
-        stats.opendm = origin
-        stats.save(path)
-        return path
 
     def _norm_stats_origin(self, chunk_size: int) -> dict[str, Any]:
         """All that the statistics depend on, as the file's ``opendm`` entry."""
         info = self._dataset_info()
-        desc = info.get("state_desc")
-        origin = {
-            "fingerprint": fingerprint(info["jsonl_dir"]),
-            "action_mode": self.action_mode.value,
-            "action_horizon": chunk_size,
-            "max_batches": self.compute_norm_stats_max_batches,
-            "robot_type": robot_name(info.get("robot_type")),
-            "default_robot_type": self.norm_stats_default_robot_type,
-            "state_desc": None if desc is None else [desc_value(part) for part in desc],
-        }
-        return {**origin, "val_episodes": self.val_episodes} if self.val_episodes else origin
+        return statistics_origin(
+            fingerprint=self.fingerprint(),
+            action_transform=self.action_transform(chunk_size),
+            state_desc=info.get("state_desc"),
+            robot_types=[info.get("robot_type")],
+            default_robot_type=self.norm_stats_default_robot_type,
+            max_batches=self.compute_norm_stats_max_batches,
+            choices={
+                "val_episodes": self.val_episodes,
+                "bad_records": self.bad_records if self.bad_records != "refuse" else None,
+                "episodes": info.get("episodes"),
+                "columns": info.get("columns"),
+            },
+        )
 
     def image_pipeline(self, image_size: int) -> "TransformPipeline":
         """What is done to each picture; benchmarks override it."""

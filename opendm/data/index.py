@@ -5,11 +5,13 @@ Random access to a chunk of states or actions is a slice, whatever the length of
 
 import hashlib
 import json
-from dataclasses import asdict, dataclass, fields
+from dataclasses import Field, asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
+
+from opendm.errors import DataError
 
 FORMAT_VERSION: Final = 1
 TABLE_FILE: Final = "index.json"
@@ -53,6 +55,8 @@ class FrameIndex:
     """int64 ``[N]``: byte offset of a line in its file, or row of a parquet file."""
     num_bytes: np.ndarray
     """int32 ``[N]``: length of a line without its end; 0 in parquet files."""
+    folder: Path | None = None
+    """Where the arrays are mapped from; None where they are in memory."""
 
     @property
     def num_frames(self) -> int:
@@ -65,7 +69,7 @@ class FrameIndex:
 
     def num_samples(self, episode: int) -> int:
         """Frames that have a target: all, or all but the last where the next state is it."""
-        return len(self.episode_rows(episode)) - (not self.has_actions[episode])
+        return max(0, len(self.episode_rows(episode)) - (not self.has_actions[episode]))
 
     def fingerprint(self) -> str:
         """Hash of names and contents of all data files."""
@@ -78,7 +82,7 @@ class FrameIndex:
     def save(self, folder: Path) -> None:
         """Write ``index.json`` and one ``.npy`` per array into an existing folder."""
         table: dict[str, Any] = {"format_version": FORMAT_VERSION}
-        for field in fields(self):
+        for field in _stored():
             value = getattr(self, field.name)
             if isinstance(value, np.ndarray):
                 np.save(folder / f"{field.name}.npy", value, allow_pickle=False)
@@ -98,18 +102,51 @@ class FrameIndex:
         if table["format_version"] != FORMAT_VERSION:
             raise ValueError(f"format_version {table['format_version']}")
         values: dict[str, Any] = {}
-        for field in fields(cls):
+        for field in _stored():
             if field.name == "files":
                 values["files"] = tuple(IndexedFile(**entry) for entry in table["files"])
             elif field.name in table:
                 values[field.name] = tuple(table[field.name])
             else:
                 values[field.name] = _map(folder / f"{field.name}.npy")
-        index = cls(**values)
-        if len(index.state) != index.num_frames or len(index.starts) != len(index.episodes) + 1:
-            raise ValueError("arrays of different lengths")
+        index = cls(**values, folder=folder)
+        index.check_shapes()
         return index
+
+    def check_shapes(self) -> None:
+        """Compare the lengths of all columns.
+
+        Raises:
+            ValueError: they are not those of one dataset (also IndexError, TypeError).
+        """
+        num_frames, num_episodes = self.num_frames, len(self.episodes)
+        rows = (self.state, self.action, self.task, self.position, self.num_bytes)
+        per_episode = (self.episode_file, self.has_actions, self.starts[1:])
+        if {len(column) for column in rows} != {num_frames}:
+            raise ValueError("columns of different lengths")
+        if {len(column) for column in per_episode} != {num_episodes}:
+            raise ValueError("another number of episodes")
+        if (self.state.ndim, self.action.ndim) != (2, 2):
+            raise ValueError("states and actions are no tables")
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Another process maps the files again instead of receiving their contents."""
+        if self.folder is None:
+            return FrameIndex, tuple(getattr(self, field.name) for field in _stored())
+        return _reopen, (self.folder, self.fingerprint(), self.num_frames)
+
+
+def _reopen(folder: Path, fingerprint: str, num_frames: int) -> FrameIndex:
+    index = FrameIndex.open(folder)
+    if (index.fingerprint(), index.num_frames) != (fingerprint, num_frames):
+        raise DataError(f"the dataset behind {folder} has changed during the run; start it again")
+    return index
+
+
+def _stored() -> "list[Field[Any]]":
+    return [field for field in fields(FrameIndex) if field.name != "folder"]
 
 
 def _map(path: Path) -> np.ndarray:
-    return np.load(path, mmap_mode="r", allow_pickle=False)
+    """A read-only view; a plain array, whose slices are cheaper than those of ``np.memmap``."""
+    return np.asarray(np.load(path, mmap_mode="r", allow_pickle=False))

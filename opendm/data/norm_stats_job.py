@@ -2,13 +2,13 @@
 
 import hashlib
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from enum import Enum
 from typing import Any, Final, Protocol, runtime_checkable
 
 import numpy as np
 
-from opendm.data.normalize import NormStatsFile, Profile, RunningStats
+from opendm.data.normalize import NormStats, NormStatsFile, Profile, RunningStats
 from opendm.errors import ConfigError
 
 BATCH_SIZE: Final = 128
@@ -53,25 +53,44 @@ def compute_norm_stats(
         ConfigError: robot types are mixed with none, or there are several and no default.
         DataError: fewer than two rows, or vectors of several lengths.
     """
-    running: dict[str | None, dict[str, RunningStats]] = defaultdict(
-        lambda: {"state": RunningStats(), "action": RunningStats()}
-    )
-    for index in used_indices(len(dataset), max_batches):
-        sample = dataset[index]
-        stats = running[robot_name(sample["meta_data"].get("robot_type"))]
-        action = np.asarray(sample["action"])
-        is_real = np.asarray(sample["action_mask"]).any(axis=-1)
-        stats["state"].update(np.asarray(sample["state"])[None])
-        stats["action"].update(action[is_real])
-    default = _default_robot(list(running), default_robot_type)
+    collected = collect_rows(dataset, used_indices(len(dataset), max_batches))
+    default = default_robot(list(collected), default_robot_type)
     profiles: dict[str | None, Profile] = {
-        robot: {key: stats.get() for key, stats in entry.items()}
-        for robot, entry in sorted(running.items(), key=lambda item: str(item[0]))
+        robot: {key: _statistics(batches) for key, batches in entry.items()}
+        for robot, entry in sorted(collected.items(), key=lambda item: str(item[0]))
     }
     return NormStatsFile(profiles, default)
 
 
-def _default_robot(robots: list[str | None], given: str | None) -> str | None:
+def collect_rows(
+    dataset: ActionDataset, indices: Iterable[int]
+) -> dict[str | None, dict[str, list[np.ndarray]]]:
+    """``state`` rows ``[1, D]`` and real ``action`` rows ``[n, D]`` of samples, by robot type."""
+    collected: dict[str | None, dict[str, list[np.ndarray]]] = defaultdict(
+        lambda: {"state": [], "action": []}
+    )
+    for index in indices:
+        sample = dataset[index]
+        entry = collected[robot_name(sample["meta_data"].get("robot_type"))]
+        is_real = np.asarray(sample["action_mask"]).any(axis=-1)
+        entry["state"].append(np.asarray(sample["state"])[None])
+        entry["action"].append(np.asarray(sample["action"])[is_real])
+    return collected
+
+
+def _statistics(batches: list[np.ndarray]) -> NormStats:
+    running = RunningStats()
+    for batch in batches:
+        running.update(batch)
+    return running.get()
+
+
+def default_robot(robots: list[str | None], given: str | None) -> str | None:
+    """Who stands for a request without a robot type.
+
+    Raises:
+        ConfigError: robot types are mixed with none, or there are several and no default.
+    """
     names = sorted(str(robot) for robot in robots)
     if None in robots and len(robots) > 1:
         raise ConfigError(

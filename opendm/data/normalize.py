@@ -11,11 +11,13 @@ from typing import Any, Final
 
 import numpy as np
 
+from opendm.data.stat_maths import QUANTILES, mean_and_std
 from opendm.errors import DataError
 
 logger = logging.getLogger(__name__)
 
 VECTORS: Final = ("mean", "std", "q01", "q99")
+EXTREMES: Final = ("min", "max")
 REMEDY: Final = "correct the file or delete it, and it is computed again"
 
 Profile = dict[str, "NormStats"]
@@ -23,23 +25,30 @@ Profile = dict[str, "NormStats"]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class NormStats:
-    """Mean, standard deviation and 1 % and 99 % quantiles, float64 ``[D]`` each."""
+    """Mean, standard deviation, 1 % and 99 % quantiles and extremes, float64 ``[D]`` each.
+
+    Files of the public framework have no extremes.
+    """
 
     mean: np.ndarray
     std: np.ndarray
     q01: np.ndarray
     q99: np.ndarray
+    min: np.ndarray | None = None
+    max: np.ndarray | None = None
 
     @classmethod
     def from_json(cls, entry: Any, where: str) -> "NormStats":
-        """Read one entry of a file; other keys (``min``, ``max``) are ignored.
+        """Read one entry of a file; ``min`` and ``max`` count where both are there.
 
         Raises:
             DataError: the entry is incomplete or holds impossible numbers.
         """
         if not isinstance(entry, dict):
             raise DataError(f"{where} is {entry!r:.40}; expected an object with {VECTORS}")
-        vectors = {name: _vector(entry, name, where) for name in VECTORS}
+        has_extremes = all(entry.get(name) is not None for name in EXTREMES)
+        names = (*VECTORS, *EXTREMES) if has_extremes else VECTORS
+        vectors = {name: _vector(entry, name, where) for name in names}
         sizes = {name: len(vector) for name, vector in vectors.items()}
         if len(set(sizes.values())) != 1:
             raise DataError(f"{where} has vectors of lengths {sizes}; expected one; {REMEDY}")
@@ -52,7 +61,8 @@ class NormStats:
 
     def to_json(self) -> dict[str, list[float]]:
         """The entry of a file."""
-        return {name: getattr(self, name).tolist() for name in VECTORS}
+        vectors = {name: getattr(self, name) for name in (*VECTORS, *EXTREMES)}
+        return {name: vector.tolist() for name, vector in vectors.items() if vector is not None}
 
 
 def _vector(entry: dict[str, Any], name: str, where: str) -> np.ndarray:
@@ -226,12 +236,20 @@ class RunningStats:
         """
         if self.count < 2:
             raise DataError(f"statistics of {self.count} rows; at least 2 are needed, add episodes")
-        rows = np.concatenate(self._batches)
-        columns = [np.sort(rows[:, dim].astype(np.float64)) for dim in range(rows.shape[1])]
-        quantiles = np.array([np.quantile(column, (0.01, 0.99)) for column in columns])
+        rows = np.concatenate(self._batches).astype(np.float64)
+        columns = [np.sort(rows[:, dim]) + 0.0 for dim in range(rows.shape[1])]
+        means = [_mean_and_std(column) for column in columns]
+        quantiles = np.array([np.quantile(column, QUANTILES) for column in columns])
         return NormStats(
-            mean=np.array([column.mean() for column in columns]),
-            std=np.array([column.std() for column in columns]),
+            mean=np.array([mean for mean, _ in means]),
+            std=np.array([std for _, std in means]),
             q01=quantiles[:, 0],
             q99=quantiles[:, 1],
+            min=np.array([column[0] for column in columns]),
+            max=np.array([column[-1] for column in columns]),
         )
+
+
+def _mean_and_std(column: np.ndarray) -> tuple[float, float]:
+    low, high = float(column[0]), float(column[-1])
+    return mean_and_std(lambda: iter([column]), len(column), low, high)

@@ -2,10 +2,9 @@
 
 import hashlib
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Literal
 
-from opendm.data.episodes import Episode
+from opendm.data.selection import Episode
 from opendm.errors import ConfigError
 
 Split = Literal["train", "val"]
@@ -16,8 +15,8 @@ def select_split(
 ) -> list[Episode]:
     """The episodes of one split, in the order in which they are given.
 
-    An episode is held out by a hash of its path below ``jsonl_dir``: every run holds out the same
-    ones, whatever its seed, and adding an episode to the folder exchanges at most one of them.
+    An episode is held out by a hash of its name (its path below ``jsonl_dir``): every run holds out
+    the same ones, whatever its seed, and adding an episode exchanges at most one of them.
 
     Raises:
         ConfigError: the split has no episode.
@@ -32,11 +31,10 @@ def select_split(
             f"--data-config.val-episodes {num_held_out} leaves no episode to train on: {jsonl_dir} "
             f"has {len(episodes)}; give at most {len(episodes) - 1}"
         )
-    ranked = sorted(episodes, key=lambda episode: _order(episode, jsonl_dir))
-    chosen = {episode.path for episode in ranked[:num_held_out]}
-    return [episode for episode in episodes if (episode.path in chosen) == (split == "val")]
+    ranked = sorted(episodes, key=_order)
+    chosen = {episode.name for episode in ranked[:num_held_out]}
+    return [episode for episode in episodes if (episode.name in chosen) == (split == "val")]
 
 
-def _order(episode: Episode, jsonl_dir: str) -> bytes:
-    name = episode.path.relative_to(Path(jsonl_dir)).as_posix()
-    return hashlib.sha256(f"held out/{name}".encode()).digest()
+def _order(episode: Episode) -> bytes:
+    return hashlib.sha256(f"held out/{episode.name}".encode()).digest()

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Final
 
+from opendm.constants.robot import ActionMode
 from opendm.errors import ConfigError
 from opendm.runtime import data_paths
 
@@ -19,7 +20,12 @@ CONVERSATION_DATA: Final[dict[str, dict[str, Any]]] = {}
 """Registered datasets: name to fields (``jsonl_dir``, ``image_dir``, ``image_keys``, ...)."""
 
 REQUIRED_FIELDS: Final = ("jsonl_dir", "image_dir", "image_keys", "image_prompts")
-OPTIONAL_FIELDS: Final = ("state_desc", "robot_type", "speed", "control_mode", "fps")
+OPTIONAL_FIELDS: Final = (
+    "state_desc", "robot_type", "speed", "control_mode", "fps",
+    "columns", "action_mode", "episodes",
+)  # fmt: skip
+"""``columns``: which features of a LeRobot dataset are state, action and cameras. ``action_mode``:
+"relative" or "absolute", where only one is right. ``episodes``: numbers of those that are used."""
 
 _SKIPPED: Final = ("register.py", "__init__.py")
 _imported: set[Path] = set()
@@ -45,9 +51,28 @@ def register_dataset(datasets: Mapping[str, Mapping[str, Any]], prefix: str = ""
                 f"dataset {name!r}: {len(fields['image_keys'])} image_keys but "
                 f"{len(fields['image_prompts'])} image_prompts; give one prompt per camera"
             )
+        _check_choices(name, fields)
         if CONVERSATION_DATA.get(name, fields) != fields:
             raise ConfigError(f"dataset {name!r} is registered twice with different fields")
         CONVERSATION_DATA[name] = dict(fields)
+
+
+def _check_choices(name: str, fields: Mapping[str, Any]) -> None:
+    mode, modes = fields.get("action_mode"), [member.value for member in ActionMode]
+    if mode is not None and mode not in (*modes, *ActionMode):
+        raise ConfigError(f"dataset {name!r}: action_mode {mode!r} is not one of {modes}")
+    episodes = fields.get("episodes")
+    if episodes is not None and not (episodes and all(type(n) is int for n in episodes)):
+        raise ConfigError(
+            f"dataset {name!r}: episodes is {episodes!r:.60}; give a list of episode numbers, or "
+            "leave it out for all"
+        )
+
+
+def is_registered(name: str) -> bool:
+    """Whether the catalogue has a dataset of this name."""
+    import_catalogue()
+    return name in CONVERSATION_DATA
 
 
 def dataset_fields(name: str) -> dict[str, Any]:

@@ -14,11 +14,11 @@ from PIL import Image
 
 from opendm.constants.robot import ActionMode, RobotStateDesc
 from opendm.data.dataset import JsonlDataset, Sample
+from opendm.data.formats import dataset_info
 from opendm.data.norm_stats_job import robot_name
 from opendm.data.transforms.actions import BuildAction
 from opendm.data.transforms.images import LoadImages
 from opendm.data.transforms.pipeline import Pipeline
-from opendm.dataset.register import dataset_fields
 from opendm.errors import DataError
 from opendm.eval.report import EpisodeView, ErrorRow, Report, display_unit, write_report
 from opendm.eval.run_record import read_run, versions
@@ -122,7 +122,7 @@ class HeldOut:
         Raises:
             DataError: its cameras are not the policy's.
         """
-        fields = dataset_fields(name)
+        fields = dataset_info(name)
         missing = [key for key in layout.image_keys if key not in fields["image_keys"]]
         if missing:
             raise DataError(
@@ -336,7 +336,7 @@ def episode_view(
             frames[key].append((frame, jpeg(image)))
     dimensions, units = name_dimensions(held_out.layout)
     return EpisodeView(
-        name=episode.path.stem,
+        name=Path(episode.name).stem,
         task=held_out.dataset[start]["prompt"],
         dimensions=dimensions,
         units=units,

@@ -23,14 +23,16 @@ logger = logging.getLogger(__name__)
 LEFT_BY_A_RUN: Final = ("checkpoint-*", ".checkpoint-*", "metrics.jsonl", "nonfinite.json")
 
 FREE: Final = (
-    "task", "logger_level", "inference_config.*",
+    "task", "logger_level", "inference_config.*", "check_config.*",
     "trainer_config.output_dir", "trainer_config.save_*", "trainer_config.logging_steps",
     "trainer_config.dataloader_*", "trainer_config.wandb_project", "trainer_config.resume",
     "trainer_config.overwrite", "trainer_config.accept_changes", "trainer_config.nonfinite",
     "trainer_config.max_nonfinite_steps", "trainer_config.eval_steps",
-    "data_config.norm_stats_root",
+    "model_config.lora_config.base_model", "model_config.lora_config.dump_trainable_path",
+    "data_config.norm_stats_root", "data_config.index_root", "data_config.jsonl_dir",
+    "data_config.image_dir",
 )  # fmt: skip
-"""Change nothing that is learnt."""
+"""Change nothing that is learnt; that a folder holds the same data is compared by its hash."""
 LAYOUT: Final = (
     "trainer_config.fsdp*", "trainer_config.per_device_train_batch_size",
     "trainer_config.gradient_accumulation_steps", "model_config.*_gradient_checkpointing",

@@ -10,8 +10,6 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from opendm.data.episodes import fingerprint
-
 if TYPE_CHECKING:
     from opendm.exp.dm05_exp import DM05Exp
     from opendm.trainer.engine import Engine
@@ -22,7 +20,6 @@ REPORTED_PACKAGES: Final = ("opendm", "torch", "torchvision", "transformers", "a
 
 def run_record(exp: "DM05Exp", engine: "Engine", world_size: int) -> dict[str, Any]:
     """Resolved configuration, versions, engine and dataset, as JSON holds them."""
-    info = exp.data_config._dataset_info()  # noqa: SLF001 - the public hook
     record = {
         "config": asdict(exp),
         "versions": {name: version(name) for name in REPORTED_PACKAGES}
@@ -35,7 +32,7 @@ def run_record(exp: "DM05Exp", engine: "Engine", world_size: int) -> dict[str, A
             if engine.compute_dtype
             else "float32",
         },
-        "dataset_fingerprint": fingerprint(info["jsonl_dir"]),
+        "dataset_fingerprint": exp.data_config.fingerprint(),
     }
     return json.loads(json.dumps(record, default=_json_value))
 

@@ -66,10 +66,13 @@ def test_fields_and_defaults():
         "compute_norm_stats_max_batches": None,
         "norm_stats_root": "./norm_stats",
         "norm_stats_default_robot_type": None,
+        "norm_stats_file": None,
         "add_state": True,
         "is_history": False,
         "val_episodes": 0,
         "allow_outside_root": False,
+        "bad_records": "refuse",
+        "index_root": None,
     }
 
 

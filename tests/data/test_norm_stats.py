@@ -48,12 +48,14 @@ def test_running_stats_are_numpys_in_any_order():
     for part in np.array_split(shuffled, 7):
         many.update(part)
     wide = rows.astype(np.float64)
-    for name in ("mean", "std", "q01", "q99"):
+    for name in ("mean", "std", "q01", "q99", "min", "max"):
         np.testing.assert_array_equal(getattr(one.get(), name), getattr(many.get(), name))
     np.testing.assert_allclose(one.get().mean, wide.mean(0), rtol=1e-14)
-    np.testing.assert_allclose(one.get().std, wide.std(0), rtol=1e-9)
+    np.testing.assert_allclose(one.get().std, wide.astype(np.longdouble).std(0), rtol=1e-14)
     np.testing.assert_array_equal(one.get().q01, np.quantile(wide, 0.01, axis=0))
     np.testing.assert_array_equal(one.get().q99, np.quantile(wide, 0.99, axis=0))
+    np.testing.assert_array_equal(one.get().min, wide.min(0))
+    np.testing.assert_array_equal(one.get().max, wide.max(0))
 
 
 def test_running_stats_refuse_one_row_and_other_lengths():
@@ -90,7 +92,13 @@ def test_failed_write_keeps_the_old_file(tmp_path, monkeypatch):
     assert list(tmp_path.iterdir()) == [path]
 
 
-def test_public_file_with_minimum_and_maximum_loads(tmp_path):
+def test_extremes_are_kept_where_a_file_has_both(tmp_path):
+    entry = {**ENTRY, "min": [-2.0, -1.0], "max": [2.0, 4.0]}
+    loaded = NormStatsFile.load(write(tmp_path, {"norm_stats": {"action": entry}}))
+    assert loaded.to_json() == {"norm_stats": {"action": entry}}
+
+
+def test_public_file_without_extremes_loads(tmp_path):
     entry = {**ENTRY, "min": [0, 0], "max": None}
     loaded = NormStatsFile.load(write(tmp_path, {"norm_stats": {"state": entry, "action": entry}}))
     assert loaded.select(None)["action"].q99.tolist() == [1.0, 3.0]
@@ -102,6 +110,10 @@ BAD = {
     "no action": ({"norm_stats": {"state": ENTRY}}, "'action'"),
     "missing key": ({"norm_stats": {"action": {**ENTRY, "q99": None}}}, "action.q99"),
     "empty": ({"norm_stats": {"action": {**ENTRY, "mean": []}}}, "action.mean"),
+    "extremes": (
+        {"norm_stats": {"action": {**ENTRY, "min": [0, 0], "max": [1, float("nan")]}}},
+        r"max\[1\] is nan",
+    ),
     "lengths": ({"norm_stats": {"action": {**ENTRY, "mean": [0.0]}}}, "lengths"),
     "text": ({"norm_stats": {"action": {**ENTRY, "mean": ["a", 0]}}}, r"mean\[0\] is 'a'"),
     "nan": ({"norm_stats": {"action": {**ENTRY, "std": [1, float("nan")]}}}, r"std\[1\] is nan"),

@@ -63,7 +63,7 @@ def test_next_states_are_targets_where_no_action_is_recorded(tmp_path):
 
 
 def test_relative_action_is_subtracted_in_double_precision(tmp_path):
-    row = {"state": [1e8 + 0.25, 1.0], "action": [1e8 + 0.5, 7.0]}
+    row = {"state": [1e8 + 0.25, 1.0], "action": [1e8 + 0.5, 7.0], "prompt": "go"}
     write_episode(tmp_path, [row])
     transform = BuildAction(1, ActionMode.RELATIVE)
     sample = JsonlDataset(str(tmp_path), transform, dataset_meta={"state_desc": DESC})[0]
@@ -141,13 +141,17 @@ def message_of(dataset, index):
     return str(caught.value)
 
 
+def refusal(folder):
+    with pytest.raises(DataError) as caught:
+        JsonlDataset(str(folder))
+    return str(caught.value)
+
+
 def test_malformed_line_is_named_by_file_and_line(tmp_path):
     rows = frames(4)
     rows[2] = '{"state": [1, 2'
     path = write_episode(tmp_path, ["", *rows])
-    dataset = JsonlDataset(str(tmp_path), BuildActionChunk(3))
-    assert message_of(dataset, 0).startswith(f"{path}:4 is not valid JSON")
-    assert message_of(dataset, 2).startswith(f"{path}:4 is not valid JSON")
+    assert refusal(tmp_path).startswith(f"{path}:4 is not valid JSON")
     path.write_text("[1]\n")
     other = write_episode(tmp_path / "other", ["[1]"])
     with pytest.raises(DataError, match=f"{other}:1 holds a list"):
@@ -158,7 +162,7 @@ def test_wrong_length_is_named_by_file_and_line(tmp_path):
     rows = frames(4)
     rows[3]["action"] = [1.0]
     path = write_episode(tmp_path, rows)
-    message = message_of(JsonlDataset(str(tmp_path), BuildActionChunk(4)), 0)
+    message = refusal(tmp_path)
     assert message.startswith(f"{path}:4: ")
     assert "action has 1 values, expected 2" in message
 

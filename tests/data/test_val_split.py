@@ -12,7 +12,7 @@ import torch
 
 from opendm.constants.robot import RobotStateDesc
 from opendm.data.config import DM05DataConfig
-from opendm.data.episodes import find_episodes
+from opendm.data.formats import find_episodes
 from opendm.data.normalize import NormStatsFile
 from opendm.data.val_split import select_split
 from opendm.dataset.register import CONVERSATION_DATA
@@ -86,7 +86,7 @@ def test_the_choice_is_the_same_in_every_process_and_folder(folder, tmp_path):
     copy = tmp_path / "elsewhere" / "copy"
     shutil.copytree(folder, copy)
     code = (
-        "import sys; from opendm.data.episodes import find_episodes as f\n"
+        "import sys; from opendm.data.formats import find_episodes as f\n"
         "from opendm.data.val_split import select_split as s\n"
         "print(*(e.path.name for e in s(f(sys.argv[1]), sys.argv[1], 3, 'val')))"
     )

@@ -16,13 +16,11 @@ REPOSITORY = Path(__file__).parents[2]
 @pytest.fixture(scope="session")
 def tiny_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A checkpoint of two layers, 32 wide: kills and resumes do not ask for more."""
-    from opendm.data.episodes import find_episodes, iterate_frames
-    from opendm.dataset.register import dataset_fields
+    from opendm.data.formats import dataset_info, open_source
     from opendm.model.dm05.tiny import build_processor, random_model, tiny_config
 
     folder = tmp_path_factory.mktemp("checkpoints") / "tiny"
-    episodes = find_episodes(dataset_fields("demo")["jsonl_dir"])
-    processor = build_processor(next(iterate_frames(episode))[1]["prompt"] for episode in episodes)
+    processor = build_processor(open_source(dataset_info("demo")["jsonl_dir"]).index.tasks)
     config = tiny_config(len(processor.tokenizer), num_layers=2, hidden_size=32)
     random_model(config).save_pretrained(folder, dtype=torch.float32)
     processor.save_pretrained(folder)

@@ -8,6 +8,7 @@ import numpy as np
 from opendm.constants.robot import MAX_ACTION_DIM, ActionMode, RobotStateDesc, desc_value
 from opendm.data.dataset import Sample
 from opendm.data.episodes import check_vector, location, parse_frame
+from opendm.data.source import EpisodeFrames, Field
 from opendm.data.transforms.pipeline import Pipeline
 from opendm.data.transforms.rotation import compose_rotation_vectors, rpy_to_rotation_vector
 from opendm.errors import DataError
@@ -29,26 +30,28 @@ class BuildActionChunk:
         self.dtype = dtype
 
     def __call__(self, sample: Sample) -> Sample:
-        state = check_vector(sample, "state", None, "this frame")
-        lines: Sequence[Any] = sample["raw_lines"]
+        frames: Sequence[Any] = sample["raw_lines"]
+        is_indexed = isinstance(frames, EpisodeFrames)
+        state = sample["state"] if is_indexed else check_vector(sample, "state", None, "this frame")
         first: int = sample["meta_data"]["frame_index"]
-        field = "action" if "action" in sample else "state"
+        field: Field = "action" if "action" in sample else "state"
         first += field == "state"
-        real = range(first, min(first + self.action_horizon, len(lines)))
+        real = range(first, min(first + self.action_horizon, len(frames)))
         if not real:
             raise DataError(
                 "the last frame of an episode has no target where no action is recorded"
             )
-        rows, size = [], None
-        for index in real:
-            rows.append(_read_vector(sample, index, field, size))
-            size = len(rows[0])
-        repeats = self.action_horizon - len(rows)
-        action = np.asarray(rows + rows[-1:] * repeats, dtype=np.float64)[None]
+        if isinstance(frames, EpisodeFrames):
+            rows = frames.vectors(field, real.start, real.stop)
+        else:
+            rows = _read_vectors(sample, real, field)
+        action = np.empty((1, self.action_horizon, rows.shape[-1]), self.dtype)
+        action[:, : len(real)] = rows
+        action[:, len(real) :] = rows[-1]
         mask = np.zeros(action.shape, dtype=bool)
         mask[:, : len(real)] = True
         sample["state"] = np.asarray(state, dtype=self.dtype)
-        sample["action"] = action.astype(self.dtype)
+        sample["action"] = action
         sample["action_mask"] = mask
         return sample
 
@@ -56,13 +59,22 @@ class BuildActionChunk:
         return f"BuildActionChunk(action_horizon={self.action_horizon})"
 
 
-def _read_vector(sample: Sample, index: int, field: str, size: int | None) -> list[float]:
+def _read_vectors(sample: Sample, indices: range, field: Field) -> np.ndarray:
+    """Vectors of frames that are given as plain lines, float64 ``[T, D]``.
+
+    Raises:
+        DataError: a line is bad; the message names it.
+    """
     path = sample["meta_data"].get("episode_path", "episode")
-    frame = parse_frame(sample["raw_lines"][index], path, index)
-    try:
-        return check_vector(frame, field, size, "this frame")
-    except DataError as error:
-        raise DataError(f"{location(path, index)}: {error}") from error
+    rows: list[list[float]] = []
+    for index in indices:
+        line, size = sample["raw_lines"][index], len(rows[0]) if rows else None
+        try:
+            rows.append(check_vector(parse_frame(line, ""), field, size, ""))
+        except DataError:  # finding the line's number reads the file
+            where = location(path, index)
+            check_vector(parse_frame(line, where), field, size, f"{where}: this frame")
+    return np.asarray(rows, dtype=np.float64)
 
 
 def relative_dimensions(

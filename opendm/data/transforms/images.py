@@ -1,72 +1,75 @@
-"""From image paths to pixels: current views and history frames."""
+"""From image records to pixels: current views and history frames."""
 
+import io
 import json
-import posixpath
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import av
-from PIL import Image, UnidentifiedImageError
+import torch
+from PIL import Image
 
 from opendm.data.dataset import Sample
+from opendm.data.parquet_images import read_image_cell
+from opendm.data.paths import check_inside, resolve_path
+from opendm.data.source import EpisodeFrames
+from opendm.data.video import MAX_PIXELS, read_video_frame
 from opendm.errors import DataError
 
-
-def resolve_path(url: str, image_dir: str, *, allow_outside_root: bool = False) -> Path:
-    """The file behind a record's ``url``, which is relative to ``image_dir``.
-
-    ``./``, ``../`` and dot folders mean what they mean in any path.
-
-    Raises:
-        DataError: the path leaves ``image_dir`` and that is not allowed.
-    """
-    if allow_outside_root:
-        return Path(image_dir) / url
-    relative = posixpath.normpath(url.lstrip("/"))
-    if relative.startswith("..") and relative.split("/")[0] == "..":
-        raise DataError(
-            f"image path {url!r} leaves the image folder {image_dir!r}; correct the path or pass "
-            "--data-config.allow-outside-root"
-        )
-    return Path(image_dir) / relative
+__all__ = ["LoadHistory", "LoadImages", "PixelTransform", "load_image", "resolve_path"]
 
 
 def load_image(record: dict[str, Any], image_dir: str, *, allow_outside_root: bool) -> Image.Image:
-    """An RGB picture from a record of type ``image`` or ``video``.
+    """An RGB picture from a record of type ``image``, ``video`` or ``parquet``.
 
     Raises:
-        DataError: the file is missing or broken; the message names it.
+        DataError: the file is missing, broken, too large or outside; the message names it.
     """
     if not isinstance(record.get("url"), str):
         raise DataError(f"image record {record!r:.80} has no url; expected a path as a string")
     path = resolve_path(record["url"], image_dir, allow_outside_root=allow_outside_root)
     if not path.is_file():
         raise DataError(f"image file {path} does not exist; check image_dir and the record's url")
-    if record.get("type", "image") == "video":
-        return read_video_frame(path, int(record["frame_idx"]))
+    if not allow_outside_root:
+        check_inside(path, image_dir)
+    kind = record.get("type", "image")
+    if kind == "image":
+        return _decode(path, str(path))
     try:
-        with Image.open(path) as image:
+        if kind == "video":
+            return read_video_frame(path, _number(record, "frame_idx"))
+        if kind == "parquet":
+            cell = read_image_cell(path, _number(record, "row"), record["column"])
+        else:
+            raise DataError(
+                f"image record {record!r:.80} has an unknown type; expected image, video or parquet"
+            )
+    except KeyError as error:
+        raise DataError(f"{kind} record {record!r:.80} has no {error}") from error
+    if cell["bytes"]:
+        return _decode(io.BytesIO(cell["bytes"]), f"{path}, row {record['row']}")
+    linked = {"type": "image", "url": cell["path"]}
+    return load_image(linked, image_dir, allow_outside_root=allow_outside_root)
+
+
+def _number(record: dict[str, Any], field: str) -> int:
+    value = record[field]
+    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+        raise DataError(f"{field} {value!r:.40} of {record['url']!r} is not a whole number from 0")
+    return value
+
+
+def _decode(file: "Path | io.BytesIO", name: str) -> Image.Image:
+    try:
+        with Image.open(file) as image:
+            if image.width * image.height > MAX_PIXELS:
+                raise DataError(
+                    f"image file {name} has {image.width} x {image.height} pixels; at most "
+                    f"{MAX_PIXELS} are read, so make it smaller"
+                )
             return image.convert("RGB")
-    except (OSError, UnidentifiedImageError, Image.DecompressionBombError) as error:
-        raise DataError(f"image file {path} cannot be decoded: {error}") from error
-
-
-def read_video_frame(path: Path, frame_index: int) -> Image.Image:
-    """Frame ``frame_index`` (from 0, in presentation order) of a video.
-
-    Raises:
-        DataError: the file is broken or has fewer frames.
-    """
-    try:
-        with av.open(str(path)) as container:
-            stream = container.streams.video[0]
-            for number, frame in enumerate(container.decode(stream)):
-                if number == frame_index:
-                    return frame.to_image()
-    except (av.FFmpegError, IndexError) as error:
-        raise DataError(f"video {path} cannot be decoded: {error}") from error
-    raise DataError(f"video {path} has no frame {frame_index}")
+    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
+        raise DataError(f"image file {name} cannot be decoded: {error}") from error
 
 
 class LoadImages:
@@ -124,25 +127,53 @@ class LoadHistory:
             for slot in range(self.max_history_images, 0, -1)
         ]
         sample["history_images"] = [
-            load_image(
-                json.loads(sample["raw_lines"][index])[self.image_key],
-                self.image_dir,
-                allow_outside_root=self.allow_outside_root,
-            )
+            self._load(_earlier(sample["raw_lines"], index), index)
             for index in indices
             if index >= 0
         ]
         return sample
 
+    def _load(self, record: dict[str, Any], index: int) -> Image.Image:
+        if not isinstance(record.get(self.image_key), dict):
+            raise DataError(f"image field {self.image_key!r} is missing in history frame {index}")
+        try:
+            return load_image(
+                record[self.image_key], self.image_dir, allow_outside_root=self.allow_outside_root
+            )
+        except DataError as error:
+            raise DataError(f"history frame {index}: {error}") from error
+
+
+def _earlier(lines: Sequence[str], index: int) -> dict[str, Any]:
+    if isinstance(lines, EpisodeFrames):
+        return lines.source.record(lines.episode, index)
+    return json.loads(lines[index])
+
 
 class PixelTransform:
-    """Apply an image pipeline to every view and every history frame."""
+    """Apply an image pipeline to every view and every history frame.
+
+    Each view draws its own augmentation. The history frames draw what the first view drew, being
+    earlier pictures of the same camera: otherwise crops and rotations would look like motion. For
+    this the pipeline's randomness has to come from torch's global generator, and not to depend on
+    the picture's content.
+    """
 
     def __init__(self, transform_pipeline: Callable[[Image.Image], Image.Image]) -> None:
         self.transform_pipeline = transform_pipeline
 
     def __call__(self, sample: Sample) -> Sample:
-        for key in ("images", "history_images"):
-            if key in sample:
-                sample[key] = [self.transform_pipeline(image) for image in sample[key]]
+        before_first_view = torch.get_rng_state()
+        if "images" in sample:
+            sample["images"] = [self.transform_pipeline(image) for image in sample["images"]]
+        if "history_images" in sample:
+            after_views = torch.get_rng_state()
+            sample["history_images"] = [
+                self._repeat(image, before_first_view) for image in sample["history_images"]
+            ]
+            torch.set_rng_state(after_views)
         return sample
+
+    def _repeat(self, image: Image.Image, state: torch.Tensor) -> Image.Image:
+        torch.set_rng_state(state)
+        return self.transform_pipeline(image)
