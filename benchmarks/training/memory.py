@@ -1,18 +1,20 @@
 """Memory of a rank at start-up and in a training step, computed for the released size.
 
-    OMP_NUM_THREADS=1 python benchmarks/training/memory.py [--measure] [--scale 8] [--ranks 2 4 8]
+    OMP_NUM_THREADS=1 python benchmarks/training/memory.py [--measure] [--scale 16] [--ranks 2 4 8]
 
 Counted are weights, gradients, AdamW's states and what an engine needs to move them; activations
-are not (they depend on the batch and are the same under every preset). ``--measure`` holds the
-formula against the allocations of rank 0 in a model of the same depth whose widths and vocabulary
-are divided by ``--scale``: 24 tokens, activation checkpointing, so that activations are next to
-nothing. Ends with 1 if a figure is off by more than 10 %.
+are not (they depend on the batch and are the same under every preset). The token embedding is
+frozen, as by default. ``--measure`` holds the formula against the allocations of the last rank in a
+model of the same depth whose widths and vocabulary are divided by ``--scale``: 24 tokens,
+activation checkpointing, so that activations are next to nothing. That rank reads no weights. Ends
+with 1 if a figure is off by more than 10 %.
 """
 
 import argparse
 import json
 import sys
 import tempfile
+import time
 import warnings
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
@@ -27,7 +29,7 @@ import torch.multiprocessing as mp
 from torch import nn
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from opendm.model.dm05.checkpoint_files import use_portable_attention
+from opendm.model.dm05.checkpoint_files import skeleton
 from opendm.model.dm05.configuration import DM05Config
 from opendm.model.dm05.dm05_arch import DM05ForConditionalGeneration
 from opendm.trainer.engine import Engine, autocast
@@ -36,6 +38,8 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from machine import describe_machine
 
+DDP_BUCKET: Final = 25 << 20
+"""Bytes of gradients that DDP reduces at once, by default."""
 GIB: Final = 1 << 30
 MIB: Final = 1 << 20
 TOLERANCE: Final = 0.1
@@ -45,7 +49,7 @@ STRATEGIES: Final = ("shard_grad_op", "full_shard")
 ENGINES: Final = ("fsdp1", "fsdp2")
 HEAD: Final = (
     "ranks", "engine and preset", "gathered in", "start-up MiB", "/ formula", "step MiB",
-    "/ formula",
+    "/ formula", "seconds",
 )  # fmt: skip
 MASTER: Final = 4
 """Bytes of a stored weight, a reduced gradient, and each of AdamW's two moments."""
@@ -53,10 +57,17 @@ MASTER: Final = 4
 
 @dataclass(frozen=True, slots=True)
 class Unit:
-    """Elements that an FSDP unit holds outside units in it."""
+    """Parameters that an FSDP unit holds outside units in it: elements, and if trained."""
 
-    numel: int
-    trainable: int
+    tensors: tuple[tuple[int, bool], ...]
+
+    @property
+    def numel(self) -> int:
+        return sum(numel for numel, _ in self.tensors)
+
+    @property
+    def trainable(self) -> int:
+        return sum(numel for numel, is_trained in self.tensors if is_trained)
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,9 +83,19 @@ class Setup:
     is_gloo: bool = False
     """Gloo copies what it reduces; NCCL does not."""
 
+    def stored(self, numel: int, *, is_trained: bool) -> int:
+        """Bytes on the device; FSDP1 wants one dtype per unit, others keep the file's."""
+        return numel * (MASTER if is_trained or self.engine == "fsdp1" else self.compute_bytes)
+
+    @property
+    def shards(self) -> int:
+        """In how many parts weights, reduced gradients and moments lie."""
+        return self.world if self.engine.startswith("fsdp") else 1
+
     @property
     def title(self) -> str:
-        return f"{self.engine.upper()} {self.strategy}, {self.preset}"
+        whole = {"single": "one process", "ddp": "not sharded (DDP)"}
+        return whole.get(self.engine, f"{self.engine.upper()} {self.strategy}, {self.preset}")
 
 
 def config(scale: int) -> DM05Config:
@@ -94,7 +115,7 @@ def config(scale: int) -> DM05Config:
         "hidden_size": 1152 // scale,
         "intermediate_size": 4304 // scale,
         "num_hidden_layers": 27,
-        "num_attention_heads": 16,
+        "num_attention_heads": 16 if 1152 // scale % 16 == 0 else 8,
         "image_size": 448 // scale,
         "patch_size": 14,
         "vision_use_head": False,
@@ -124,31 +145,35 @@ def units_in_order(model: DM05ForConditionalGeneration, preset: str) -> list[Uni
 
 
 def _unit(parameters: Sequence[nn.Parameter]) -> Unit:
-    return Unit(
-        sum(p.numel() for p in parameters), sum(p.numel() for p in parameters if p.requires_grad)
-    )
+    return Unit(tuple((p.numel(), p.requires_grad) for p in parameters))
 
 
 def startup_bytes(units: Sequence[Unit], setup: Setup) -> float:
     """Most that a device holds while units are cut one after another, the root last."""
-    if setup.world == 1:
-        return MASTER * sum(u.numel for u in units)
-    # FSDP1 copies a unit into one flat tensor, and has both when it cuts it
-    copies = 2 if setup.engine == "fsdp1" else 1
     held, peak = 0.0, 0.0
     for unit in [*units[1:], units[0]]:
-        held += MASTER * unit.numel / setup.world
-        peak = max(peak, held + copies * MASTER * unit.numel)
-    return peak
+        placed = 0.0
+        for numel, is_trained in unit.tensors:
+            stored = setup.stored(numel, is_trained=is_trained)
+            placed += stored
+            came = numel * setup.compute_bytes  # kept until it is float32
+            peak = max(peak, held + placed + (came if stored > came else 0))
+        if setup.shards > 1:
+            # FSDP1 copies a unit into one flat tensor, and has both when it cuts it
+            copies = 2 if setup.engine == "fsdp1" else 1
+            peak = max(peak, held + placed / setup.shards + copies * placed)
+        held += placed / setup.shards
+    gradients = MASTER * sum(u.trainable for u in units)  # DDP makes them at once
+    return held + gradients if setup.engine == "ddp" else peak
 
 
 def step_bytes(units: Sequence[Unit], setup: Setup) -> float:
     """Most that a device holds in a step, activations aside."""
     trainable = sum(u.trainable for u in units)
-    kept = (MASTER * sum(u.numel for u in units) + 2 * MASTER * trainable) / setup.world
-    if setup.world == 1:
-        half = setup.compute_bytes * trainable if setup.compute_bytes < MASTER else 0
-        return kept + MASTER * trainable + half  # autocast keeps its casts for the backward pass
+    stored = sum(setup.stored(n, is_trained=trained) for u in units for n, trained in u.tensors)
+    kept = (stored + 2 * MASTER * trainable) / setup.shards
+    if setup.shards == 1:  # a layer's casts to bfloat16 go with its recomputation
+        return kept + MASTER * trainable + DDP_BUCKET * (setup.engine == "ddp" and setup.is_gloo)
     return kept + max(*_forward(units, setup), *_backward(units, setup))
 
 
@@ -200,7 +225,7 @@ def peaks(trace: Path, names: Sequence[str]) -> dict[str, int]:
     }
     changes = [(e["ts"], e["args"]) for e in events if e.get("name") == "[memory]"]
     starts, sizes, total, found = [], [], 0, dict.fromkeys(names, 0)
-    for time, change in sorted(changes, key=lambda item: item[0]):
+    for moment, change in sorted(changes, key=lambda item: item[0]):
         address, size = change["Addr"], change["Bytes"]
         # gloo's threads free without a record: what a new block overlaps is gone. A freed block
         # that the trace does not know was there before it and does not count.
@@ -214,7 +239,7 @@ def peaks(trace: Path, names: Sequence[str]) -> dict[str, int]:
             sizes.insert(first, size)
             total += size
         for name, (start, stop) in spans.items():
-            if start <= time <= stop:
+            if start <= moment <= stop:
                 found[name] = max(found[name], total)
     return found
 
@@ -235,9 +260,9 @@ def batch_of(model_config: DM05Config) -> dict[str, torch.Tensor]:
 
 
 def train_two_steps(rank: int, setup: Setup, model: DM05ForConditionalGeneration) -> dict[str, int]:
-    """Peaks of rank 0 at start-up and in two steps; nothing on the other ranks."""
+    """Peaks of the last rank at start-up and in two steps; nothing on the other ranks."""
     engine = Engine(
-        name=setup.engine if setup.world > 1 else "single",
+        name=setup.engine,
         device=torch.device("cpu"),
         compute_dtype=torch.bfloat16,
         shard_in_compute_dtype=setup.compute_bytes == 2,
@@ -249,7 +274,8 @@ def train_two_steps(rank: int, setup: Setup, model: DM05ForConditionalGeneration
         with record_function("startup"):
             wrapped = engine.wrap(model, model.fsdp_wrap_modules(setup.preset))
         with record_function("step"):
-            optimizer = torch.optim.AdamW(wrapped.parameters(), fused=True)
+            trained = [p for p in wrapped.parameters() if p.requires_grad]
+            optimizer = torch.optim.AdamW(trained, fused=True)
             for _ in range(2):
                 with autocast(engine)():
                     loss = wrapped(**batch).loss
@@ -257,7 +283,7 @@ def train_two_steps(rank: int, setup: Setup, model: DM05ForConditionalGeneration
                 optimizer.step()
                 optimizer.zero_grad()
 
-    if rank:
+    if rank < setup.world - 1:
         work()
         return {}
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
@@ -267,17 +293,13 @@ def train_two_steps(rank: int, setup: Setup, model: DM05ForConditionalGeneration
         return peaks(Path(folder, "trace.json"), ("startup", "step"))
 
 
-def small_model(scale: int) -> DM05ForConditionalGeneration:
-    """All zeros, in bfloat16 as the released weights are read: float32 weights are then new."""
-    model_config = config(scale)
-    use_portable_attention(model_config)
-    with torch.device("meta"):
-        model = DM05ForConditionalGeneration(model_config).train()
-    model.to_empty(device="cpu")
-    for parameter in model.parameters():
-        parameter.data = torch.zeros_like(parameter, dtype=torch.bfloat16)
-    for buffer in model.buffers():
-        buffer.zero_()
+def small_model(scale: int, dtype: torch.dtype, *, on_meta: bool) -> DM05ForConditionalGeneration:
+    """A model as a rank has it before its engine wraps it; all zeros where weights were read."""
+    model = skeleton(DM05ForConditionalGeneration, config(scale), dtype).train()
+    if not on_meta:
+        state = {name: torch.zeros_like(p, device="cpu") for name, p in model.named_parameters()}
+        model.load_state_dict(state, assign=True, strict=False)
+    model.freeze_vlm_embedding()
     model.enable_gradient_checkpointing(
         vlm_gradient_checkpointing=True, ae_gradient_checkpointing=True
     )
@@ -290,8 +312,13 @@ def one_rank(rank: int, world: int, scale: int, setups: Sequence[Setup], folder:
     store = dist.FileStore(f"{folder}/store{world}", world)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
     for index, setup in enumerate(setups):
-        found = train_two_steps(rank, setup, small_model(scale))
-        if rank == 0:
+        started = time.perf_counter()
+        dtype = {2: torch.bfloat16, 4: torch.float32}[setup.compute_bytes]
+        model = small_model(scale, dtype, on_meta=rank == world - 1)
+        found = train_two_steps(rank, setup, model)
+        if found:
+            found["seconds"] = round(time.perf_counter() - started)
+            print(setup, found, file=sys.stderr, flush=True)
             Path(folder, f"{world}-{index}.json").write_text(json.dumps(found))
     dist.destroy_process_group()
 
@@ -300,11 +327,8 @@ def computed_table(model: DM05ForConditionalGeneration, worlds: Sequence[int]) -
     """GiB at start-up / in a step, by number of ranks; the unsharded model first."""
     yield "| engine and preset | " + " | ".join(f"{n} ranks" for n in worlds) + " |"
     yield "| --- |" + " --- |" * len(worlds)
-    alone = Setup("ddp", "", "published", world=1)
-    units = units_in_order(model, "published")
-    cell = f"{startup_bytes(units, alone) / GIB:.1f} / {step_bytes(units, alone) / GIB:.1f}"
-    yield "| not sharded (DDP) | " + " | ".join([cell] * len(worlds)) + " |"
-    for engine, strategy, preset in product(ENGINES, STRATEGIES, PRESETS):
+    sharded = product(ENGINES, STRATEGIES, PRESETS)
+    for engine, strategy, preset in [("ddp", "", "published"), *sharded]:
         units = units_in_order(model, preset)
         setups = [Setup(engine, strategy, preset, world) for world in worlds]
         cells = [f"{startup_bytes(units, s) / GIB:.1f} / {step_bytes(units, s) / GIB:.1f}"
@@ -314,8 +338,7 @@ def computed_table(model: DM05ForConditionalGeneration, worlds: Sequence[int]) -
 
 def measured_table(scale: int, worlds: Sequence[int]) -> tuple[list[str], float]:
     """Measured MiB and their ratio to the formula, and the largest deviation from 1."""
-    with torch.device("meta"):
-        model = DM05ForConditionalGeneration(config(scale))
+    model = small_model(scale, torch.bfloat16, on_meta=True)
     lines = ["| " + " | ".join(HEAD) + " |", "|" + " --- |" * len(HEAD)]
     furthest = 0.0
     for world in worlds:
@@ -329,21 +352,22 @@ def measured_table(scale: int, worlds: Sequence[int]) -> tuple[list[str], float]
             cells = [
                 str(world), setup.title, {2: "bf16", 4: "fp32"}[setup.compute_bytes],
                 f"{found['startup'] / MIB:.0f}", f"{ratios[0]:.2f}",
-                f"{found['step'] / MIB:.0f}", f"{ratios[1]:.2f}",
+                f"{found['step'] / MIB:.0f}", f"{ratios[1]:.2f}", str(found["seconds"]),
             ]  # fmt: skip
             lines.append("| " + " | ".join(cells) + " |")
     return lines, furthest
 
 
 def measure(world: int, scale: int) -> list[tuple[Setup, dict[str, int]]]:
-    """Peaks of rank 0 by set-up."""
+    """Peaks of the last rank by set-up; with weights gathered in float32 on two ranks only."""
     setups = [
         Setup(engine, strategy, preset, world, size, is_gloo=True)
-        for size in (2, 4)
+        for size in ((2, 4) if world == 2 else (2,))
         for engine in ENGINES
         for strategy in STRATEGIES
         for preset in PRESETS
     ]
+    setups.insert(0, Setup("ddp", "", "published", world, is_gloo=True))
     if world == 1:
         setups = [Setup("single", "", "published", world, size, is_gloo=True) for size in (2, 4)]
     with tempfile.TemporaryDirectory() as folder:
@@ -357,17 +381,16 @@ def measure(world: int, scale: int) -> list[tuple[Setup, dict[str, int]]]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--measure", action="store_true")
-    parser.add_argument("--scale", type=int, default=8)
+    parser.add_argument("--scale", type=int, default=16)
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4, 8])
     given = parser.parse_args()
-    with torch.device("meta"):
-        model = DM05ForConditionalGeneration(config(1))
+    model = small_model(1, torch.bfloat16, on_meta=True)
     print("Released size, bf16_mixed, AdamW; GiB of a rank, start-up / step\n")
     print("\n".join(computed_table(model, given.ranks)), flush=True)
     if not given.measure:
         return 0
     lines, furthest = measured_table(given.scale, [1, *given.ranks])
-    print(f"\n{describe_machine()}\n\nWidths / {given.scale}, rank 0\n")
+    print(f"\n{describe_machine()}\n\nWidths / {given.scale}, last rank\n")
     print("\n".join(lines))
     print(f"\nfurthest from the formula: {furthest:.1%}")
     return int(furthest > TOLERANCE)

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.utils.data import default_collate
 
 from opendm.data.dataset import Sample
 from opendm.data.norm_stats_job import robot_name
@@ -43,7 +44,7 @@ class TrainingCollator:
         }
         pixels = _present(samples, "pixel_values")
         if pixels:
-            batch["pixel_values"] = torch.cat(pixels).float()
+            batch["pixel_values"] = _join(pixels).float()
         return {**batch, **_actions(samples), **_history(samples, length)}
 
     def padded_length(self, lengths: Sequence[int]) -> int:
@@ -64,6 +65,14 @@ class TrainingCollator:
 
 def _present(samples: Sequence[Sample], key: str) -> list[Any]:
     return [sample[key] for sample in samples if sample.get(key) is not None]
+
+
+def _join(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The parts along their first axis, ``[sum, ...]``."""
+    if len({part.shape for part in parts}) > 1:
+        return torch.cat(list(parts))
+    # torch's own collation writes into shared memory in a worker, which saves a copy on the way out
+    return default_collate(list(parts)).flatten(0, 1)
 
 
 def _pad_rows(rows: Sequence[torch.Tensor], length: int, value: int) -> torch.Tensor:
@@ -97,7 +106,7 @@ def _history(samples: Sequence[Sample], length: int) -> Batch:
     batch = {"history_mask": _pad_rows(masks, length, 0).bool()}
     pixels = _present(samples, "history_pixel_values")
     if pixels:
-        batch["history_pixel_values"] = torch.cat(pixels).float()
+        batch["history_pixel_values"] = _join(pixels).float()
     return batch
 
 

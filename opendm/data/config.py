@@ -3,16 +3,20 @@
 Importing this module imports no framework; methods do when they are called.
 """
 
+import copy
 import inspect
 import logging
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from opendm.constants.robot import ActionMode
 from opendm.data.dataset import JsonlDataset, Transform
 from opendm.data.formats import dataset_info, open_source
-from opendm.data.norm_stats_job import norm_stats_name, robot_name
+from opendm.data.mixture import Mixture
+from opendm.data.mixture_weights import MIXTURE_BY, mix, parse_entries
+from opendm.data.norm_stats_job import norm_stats_name, robot_name, text_digest
 from opendm.data.normalize import NormStatsFile
 from opendm.data.selection import Selection, numbers_in_index, usable_episodes
 from opendm.data.stat_file import ensure_statistics, given_statistics
@@ -29,12 +33,48 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
+def check_modes(parts: "Sequence[DM05DataConfig]") -> None:
+    """Refuse a mixture in which one robot's actions would be learnt in two ways.
+
+    Raises:
+        ConfigError: names both datasets.
+    """
+    first: dict[str | None, DM05DataConfig] = {}
+    for part in parts:
+        robot = part._dataset_info().get("robot_type")  # noqa: SLF001 - the public hook
+        other = first.setdefault(robot, part)
+        if other.action_mode is not part.action_mode:
+            raise ConfigError(
+                f"datasets {other.dataset_name!r} ({other.action_mode.name}) and "
+                f"{part.dataset_name!r} ({part.action_mode.name}) have robot type {robot!r}, whose "
+                "statistics need one action mode; give them robot types of their own"
+            )
+
+
+def check_angle_dims(name: str, info: Mapping[str, Any]) -> None:
+    """Refuse ``angle_dims`` that are not numbers of dimensions of ``state_desc``.
+
+    Raises:
+        ConfigError: names the dataset and what is allowed.
+    """
+    dims, desc = info.get("angle_dims") or (), info.get("state_desc") or ()
+    if any(type(dim) is not int or not 0 <= dim < len(desc) for dim in dims):
+        raise ConfigError(
+            f"angle_dims {list(dims)} in the registration of {name!r}: expected numbers of "
+            f"dimensions of state_desc, 0 to {len(desc) - 1}"
+        )
+
+
 @dataclass
 class DM05DataConfig:
     """The dataset and how its samples are made."""
 
     dataset_name: str = "demo"
     """Registered name, folder (OpenDM JSONL or LeRobot) or Hub id (org/name) of the dataset."""
+    datasets: list[str] = field(default_factory=list)
+    """Train on several datasets instead of dataset-name: NAME or NAME=WEIGHT for each."""
+    mixture_by: Annotated[str, choice_flag(*MIXTURE_BY)] = "frames"
+    """What datasets without weights are drawn by; tasks also balances those of one dataset."""
     jsonl_dir: str | None = None
     """Folder of the episodes, instead of the registered one."""
     image_dir: str | None = None
@@ -56,7 +96,7 @@ class DM05DataConfig:
     is_history: bool = False
     """Show the model earlier frames of the first camera."""
     val_episodes: int = 0
-    """Episodes held out of training for --trainer-config.eval-steps; the same ones in every run."""
+    """Episodes of each dataset held out for --trainer-config.eval-steps, the same in every run."""
     allow_outside_root: bool = False
     """Allow image paths that leave the image folder."""
     bad_records: Annotated[Literal["refuse", "skip"], choice_flag("refuse", "skip")] = "refuse"
@@ -72,6 +112,27 @@ class DM05DataConfig:
             if folder is not None:
                 info[key] = folder
         return info
+
+    def parts(self) -> "list[DM05DataConfig]":
+        """One configuration per dataset: of the mixture, or this one alone.
+
+        A dataset's declared action mode holds for it, and all share the mixture's statistics.
+        """
+        if not self.datasets:
+            return [self]
+        if self.jsonl_dir or self.image_dir:
+            raise ConfigError(
+                "--data-config.jsonl-dir and image-dir name the folders of one dataset; for "
+                "--data-config.datasets register each with its folders, or name the folders there"
+            )
+        parts = []
+        for entry in parse_entries(self.datasets):
+            declared = dataset_info(entry.name).get("action_mode")
+            mode = self.action_mode if declared is None else ActionMode(declared)
+            part = copy.copy(self)
+            part.dataset_name, part.datasets, part.action_mode = entry.name, [], mode
+            parts.append(part)
+        return parts
 
     def validate(self) -> None:
         """Check flags, registration and folders.
@@ -92,6 +153,18 @@ class DM05DataConfig:
             raise ConfigError(
                 f"--data-config.val-episodes {self.val_episodes} is too small; give 0 or more"
             )
+        parts = self.parts()
+        for part in parts:
+            part.check_dataset()
+        check_modes(parts)
+
+    def check_dataset(self) -> None:
+        """Check the registration and folders of this configuration's one dataset.
+
+        Raises:
+            ConfigError: the registration does not fit the flags.
+            DataError: a folder does not exist.
+        """
         info = self._dataset_info()
         self._check_action_mode(info)
         if self.is_history and not info.get("fps"):
@@ -113,6 +186,7 @@ class DM05DataConfig:
                 f"of {self.dataset_name!r}, which says action_mode {ActionMode(declared).name}; "
                 "give that one, or correct the registration"
             )
+        check_angle_dims(self.dataset_name, info)
         if self.action_mode is ActionMode.RELATIVE and not info.get("state_desc"):
             raise ConfigError(
                 "--data-config.action-mode RELATIVE needs state_desc in the registration of "
@@ -129,15 +203,14 @@ class DM05DataConfig:
         """File of the statistics of this dataset, mode and chunk size, or the one that is given."""
         if self.norm_stats_file is not None:
             return Path(self.norm_stats_file)
-        dataset = self.dataset_name
-        if "/" in dataset or "\\" in dataset:
-            dataset = Path(dataset).resolve().name
+        names = [part.dataset_name for part in self.parts()]
+        dataset = "+".join(Path(name).resolve().name if "/" in name else name for name in names)
         name = norm_stats_name(dataset, repr(self.action_transform(chunk_size)))
         return Path(self.norm_stats_root) / name
 
     def build_norm_stats_dataset(self, chunk_size: int) -> JsonlDataset:
         """Samples of states and actions only; no image is opened, and no held-out episode."""
-        return self._split_dataset(self.action_transform(chunk_size), "train")
+        return self.split_dataset(self.action_transform(chunk_size), "train")
 
     def open_source(self, split: Split | Literal["all"] = "all") -> Selection:
         """The dataset's frames, and which episodes a split has.
@@ -161,10 +234,12 @@ class DM05DataConfig:
         return Selection(source, tuple(episode.number for episode in episodes))
 
     def fingerprint(self) -> str:
-        """Hash of names and contents of the dataset's files."""
-        return self.open_source().source.index.fingerprint()
+        """Hash of names and contents of the data's files."""
+        hashes = [part.open_source().source.index.fingerprint() for part in self.parts()]
+        return hashes[0] if len(hashes) == 1 else text_digest("/".join(hashes))
 
-    def _split_dataset(self, transforms: Transform, split: Split) -> JsonlDataset:
+    def split_dataset(self, transforms: Transform, split: Split) -> JsonlDataset:
+        """The samples of one split of this configuration's one dataset."""
         info, selected = self._dataset_info(), self.open_source(split)
         return JsonlDataset(
             info["jsonl_dir"],
@@ -190,15 +265,23 @@ class DM05DataConfig:
     def _compute_statistics(self, chunk_size: int) -> NormStatsFile:
         from opendm.data.statistics import compute_statistics, part_of_dataset
 
-        dataset = self.build_norm_stats_dataset(chunk_size)
         return compute_statistics(
-            [part_of_dataset(dataset, self._dataset_info().get("state_desc"))],
+            [
+                part_of_dataset(
+                    part.build_norm_stats_dataset(chunk_size),
+                    part._dataset_info().get("state_desc"),  # noqa: SLF001 - of its own class
+                )
+                for part in self.parts()
+            ],
             default_robot_type=self.norm_stats_default_robot_type,
             max_batches=self.compute_norm_stats_max_batches,
         )
 
     def _norm_stats_origin(self, chunk_size: int) -> dict[str, Any]:
         """All that the statistics depend on, as the file's ``opendm`` entry."""
+        if self.datasets:
+            parts = self.parts()
+            return {"datasets": [part._norm_stats_origin(chunk_size) for part in parts]}  # noqa: SLF001
         info = self._dataset_info()
         return statistics_origin(
             fingerprint=self.fingerprint(),
@@ -212,6 +295,7 @@ class DM05DataConfig:
                 "bad_records": self.bad_records if self.bad_records != "refuse" else None,
                 "episodes": info.get("episodes"),
                 "columns": info.get("columns"),
+                "angle_dims": info.get("angle_dims"),
             },
         )
 
@@ -256,15 +340,23 @@ class DM05DataConfig:
 
     def build_dataset(
         self, processor: Any, chunk_size: int, max_length: int, *, split: Split = "train"
-    ) -> JsonlDataset:
+    ) -> "JsonlDataset | Mixture":
         """Samples ready for :meth:`build_collator`: of training, or of the held-out episodes.
 
         Raises:
             ConfigError: there are no such episodes.
         """
+        statistics = str(self.norm_stats_path(chunk_size))
         augment = split == "train"
-        transforms = self.build_transforms(processor, chunk_size, max_length, augment=augment)
-        return self._split_dataset(transforms, split)
+        built = []
+        for part in self.parts():
+            if part is not self:
+                part.norm_stats_file = statistics
+            transforms = part.build_transforms(processor, chunk_size, max_length, augment=augment)
+            built.append(part.split_dataset(transforms, split))
+        if not self.datasets and self.mixture_by == "frames":
+            return built[0]
+        return mix(built, parse_entries(self.datasets), self.mixture_by)
 
     def build_val_dataset(self, processor: Any, chunk_size: int, max_length: int) -> Any:
         """The held-out samples of :meth:`build_dataset`, which a subclass may override.

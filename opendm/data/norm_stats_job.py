@@ -26,8 +26,12 @@ class ActionDataset(Protocol):
 
 def norm_stats_name(dataset_name: str, action_transform_repr: str) -> str:
     """File name of a dataset's statistics under an action transform."""
-    digest = hashlib.sha256(f"{dataset_name}|{action_transform_repr}".encode()).hexdigest()
-    return f"{dataset_name}_{digest[:16]}.json"
+    return f"{dataset_name}_{text_digest(f'{dataset_name}|{action_transform_repr}')[:16]}.json"
+
+
+def text_digest(text: str) -> str:
+    """SHA-256 of a text, in hexadecimal digits."""
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def robot_name(robot_type: "Enum | str | None") -> str | None:

@@ -8,6 +8,7 @@ from typing import Any, Final
 import numpy as np
 
 from opendm.constants.robot import RobotStateDesc
+from opendm.data.angles import wrap_angle
 from opendm.data.index import FrameIndex
 from opendm.data.norm_stats_job import ActionDataset
 from opendm.errors import DataError
@@ -27,6 +28,8 @@ class StatisticsPart:
     robot_type: str | None
     action_transform: Callable[[dict[str, Any]], dict[str, Any]]
     state_desc: Desc | None = None
+    angle_dims: Sequence[int] = ()
+    """Dimensions whose differences to the state go the short way round the circle."""
 
     @property
     def num_samples(self) -> int:
@@ -159,13 +162,14 @@ class ChunkColumns(Columns):
     def __init__(self, part: StatisticsPart, used: UsedFrames, is_relative: np.ndarray) -> None:
         self.num_rows, self.num_dims = int(used.num_with.sum()), len(is_relative)
         self._index, self._used, self._is_relative = part.index, used, is_relative
+        self._angle_dims = frozenset(part.angle_dims)
         recorded = part.index.has_actions[np.asarray(part.episodes, np.int64)]
         self._has_all, self._has_any = bool(recorded.all()), bool(recorded.any())
 
     def blocks(self, dim: int) -> Callable[[], Iterator[np.ndarray]]:
         target = self._target(dim)
         state = self._index.state[:, dim][self._used.rows] if self._is_relative[dim] else None
-        return lambda: self._values(target, state)
+        return lambda: self._values(target, state, is_angle=dim in self._angle_dims)
 
     def _target(self, dim: int) -> np.ndarray:
         """The first action of the chunk of every row of the index, float64 ``[N]``."""
@@ -178,13 +182,16 @@ class ChunkColumns(Columns):
         is_recorded = np.repeat(self._index.has_actions, np.diff(self._index.starts))
         return np.where(is_recorded, self._index.action[:, dim], following)
 
-    def _values(self, target: np.ndarray, state: np.ndarray | None) -> Iterator[np.ndarray]:
+    def _values(
+        self, target: np.ndarray, state: np.ndarray | None, *, is_angle: bool
+    ) -> Iterator[np.ndarray]:
         for k, count in enumerate(self._used.num_with.tolist()):
             for start in range(0, count, BLOCK_SIZE):
                 part = slice(start, min(start + BLOCK_SIZE, count))
                 values = target[k:].take(self._used.rows[part])
                 if state is not None:
                     values -= state[part]
+                    values = wrap_angle(values) if is_angle else values
                 yield _as_float32(values)
 
 

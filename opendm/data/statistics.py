@@ -80,7 +80,8 @@ def part_of_dataset(dataset: ActionDataset, state_desc: Desc | None) -> Part:
         return SampledPart(dataset, state_desc)
     episodes = [episode.number for episode in dataset.episodes]
     robot = robot_name(dataset.meta_data.get("robot_type"))
-    return StatisticsPart(dataset.source.index, episodes, robot, transform, state_desc)
+    angles = dataset.meta_data.get("angle_dims") or ()
+    return StatisticsPart(dataset.source.index, episodes, robot, transform, state_desc, angles)
 
 
 def _gather(

@@ -1,8 +1,8 @@
 """Meta-World demonstrations that ``playground/collect_metaworld.py`` records, two cameras.
 
 State: end-effector x, y, z in metres and gripper opening. Action: end-effector target x, y, z in
-metres and gripper command. The folders are relative to the working directory;
-``--data-config.jsonl-dir`` and ``image-dir`` name others.
+metres and gripper command. ``metaworld`` is one task, ``metaworld_five`` five of them. The folders
+are relative to the working directory; ``--data-config.jsonl-dir`` and ``image-dir`` name others.
 """
 
 from typing import Any
@@ -11,10 +11,10 @@ from opendm.constants.robot import ROBOT_STATE_DESCS, RobotType
 from opendm.dataset.register import register_dataset
 
 
-def _split(folder: str) -> dict[str, Any]:
+def _split(name: str, folder: str) -> dict[str, Any]:
     return {
-        "jsonl_dir": f"data/metaworld/{folder}",
-        "image_dir": "data/metaworld/images",
+        "jsonl_dir": f"data/{name}/{folder}",
+        "image_dir": f"data/{name}/images",
         "image_keys": ["images_1", "images_2"],
         "image_prompts": ["Corner", "Gripper"],
         "state_desc": list(ROBOT_STATE_DESCS[RobotType.SAWYER]),
@@ -22,4 +22,5 @@ def _split(folder: str) -> dict[str, Any]:
     }
 
 
-register_dataset({"metaworld": _split("train"), "metaworld_heldout": _split("heldout")})
+for _name in ("metaworld", "metaworld_five"):
+    register_dataset({_name: _split(_name, "train"), f"{_name}_heldout": _split(_name, "heldout")})

@@ -7,6 +7,7 @@ under a module name made from its full path, so that two files of one name canno
 import difflib
 import hashlib
 import importlib.util
+import re
 import sys
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -22,10 +23,16 @@ CONVERSATION_DATA: Final[dict[str, dict[str, Any]]] = {}
 REQUIRED_FIELDS: Final = ("jsonl_dir", "image_dir", "image_keys", "image_prompts")
 OPTIONAL_FIELDS: Final = (
     "state_desc", "robot_type", "speed", "control_mode", "fps",
-    "columns", "action_mode", "episodes",
+    "columns", "action_mode", "episodes", "angle_dims",
 )  # fmt: skip
 """``columns``: which features of a LeRobot dataset are state, action and cameras. ``action_mode``:
-"relative" or "absolute", where only one is right. ``episodes``: numbers of those that are used."""
+"relative" or "absolute", where only one is right. ``episodes``: numbers of those that are used.
+``angle_dims``: numbers of dimensions in radians, whose relative actions are at most half a turn."""
+
+PROMPT_FIELDS: Final = ("robot_type", "control_mode", "speed", "image_prompts")
+"""Fields whose words stand in every prompt."""
+MARKER: Final = re.compile(r"<\w+>|\[multimodal\]")
+"""What the special tokens of Gemma 3's vocabulary look like, such as ``<end_of_turn>``."""
 
 _SKIPPED: Final = ("register.py", "__init__.py")
 _imported: set[Path] = set()
@@ -52,6 +59,7 @@ def register_dataset(datasets: Mapping[str, Mapping[str, Any]], prefix: str = ""
                 f"{len(fields['image_prompts'])} image_prompts; give one prompt per camera"
             )
         _check_choices(name, fields)
+        _check_words(name, fields)
         if CONVERSATION_DATA.get(name, fields) != fields:
             raise ConfigError(f"dataset {name!r} is registered twice with different fields")
         CONVERSATION_DATA[name] = dict(fields)
@@ -67,6 +75,18 @@ def _check_choices(name: str, fields: Mapping[str, Any]) -> None:
             f"dataset {name!r}: episodes is {episodes!r:.60}; give a list of episode numbers, or "
             "leave it out for all"
         )
+
+
+def _check_words(name: str, fields: Mapping[str, Any]) -> None:
+    for field in PROMPT_FIELDS:
+        given = fields.get(field)
+        for word in given if field == "image_prompts" else [given]:
+            marker = MARKER.search(str(word))
+            if marker:
+                raise ConfigError(
+                    f"dataset {name!r}: {field} holds {marker[0]!r}, which looks like a special "
+                    "token of the prompt; write it without the brackets"
+                )
 
 
 def is_registered(name: str) -> bool:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from opendm.errors import CheckpointError, OpenDMError
@@ -58,6 +59,21 @@ class Checkpoints:
             raise
         together(lambda: rotate(self.output_dir, self.keep, folder), on_rank_0=True)
         return folder
+
+
+def estimated_bytes(model: Any, export_dtype: torch.dtype, num_states: int) -> int:
+    """Size of a checkpoint.
+
+    Args:
+        model: not wrapped; an adapter is exported alone, in float32.
+        export_dtype: dtype of a full model's exported weights.
+        num_states: float32 tensors by trainable weight: itself, two moments, an average.
+    """
+    names = model.exported_names
+    exported = sum(p.numel() for n, p in model.named_parameters() if names is None or n in names)
+    trainable = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    itemsize = export_dtype.itemsize if names is None else torch.float32.itemsize
+    return exported * itemsize + 4 * num_states * trainable
 
 
 def together(action: Callable[[], Any], *, on_rank_0: bool = False) -> Any:

@@ -4,15 +4,15 @@ The model is wrapped here, by torch's own classes, and handed to the ``Trainer``
 Asking accelerate for FSDP instead fails silently: on a CPU it trains with DDP, and with accelerate
 1.15 ``shard_grad_op`` becomes FULL_SHARD on every device.
 
-Sharding goes unit by unit, innermost first: a unit's weights move to the device, become float32,
-take rank 0's values and are cut before the next unit's move. A device never holds a second copy of
-the model, only the unit at hand beside the shards of those before it.
+Sharding goes unit by unit, innermost first: a unit's weights come to the device with rank 0's
+values, become float32 and are cut before the next unit's come. A device never holds a second copy
+of the model, only the unit at hand beside the shards of those before it.
 """
 
 import functools
 import logging
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, Literal, TypeGuard, cast
 
@@ -27,6 +27,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.nn.parallel import DistributedDataParallel
 
 from opendm.errors import ConfigError, EngineError
+from opendm.trainer.materialize import materialize
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import FullyShardedDataParallel
@@ -55,10 +56,15 @@ class Engine:
     """FSDP's units, by the name that the model knows them under."""
     ranks_per_node: int = 1
     """Over how many ranks ``hybrid_shard`` cuts; the other nodes hold copies."""
+    frozen_as_loaded: bool = False
+    """FSDP1 keeps the dtype of frozen weights, too: each dtype of a unit is then a unit of its own.
+
+    For adapters: most of the model is frozen there."""
 
     def wrap(self, model: nn.Module, units: Sequence[nn.Module]) -> nn.Module:
         """Wrap ``model``; ``units`` are FSDP's boundaries below the root.
 
+        Only rank 0's weights are read; on other ranks they may be on the meta device.
         Trainable weights are stored in float32 on every engine (FSDP1 wants one dtype per unit,
         so there the frozen ones are too).
 
@@ -68,13 +74,13 @@ class Engine:
         """
         if self.name in ("fsdp1", "fsdp2"):
             return self._shard_unit_by_unit(model, units)
-        model = model.to(self.device)
-        store_in_fp32(model.parameters(), frozen_too=False)
+        materialize(model.modules(), self.device, frozen_too=False)
         if self.name == "single":
             return model
         return DistributedDataParallel(
             model,
             device_ids=[self.device] if self.device.type == "cuda" else None,
+            init_sync=False,  # done
             gradient_as_bucket_view=True,
         )
 
@@ -86,7 +92,9 @@ class Engine:
         for name, module in reversed(list(model.named_modules())):
             if id(module) not in chosen:
                 continue
-            self._place(module)
+            own = (part for _, part in own_modules(module))
+            frozen_too = self.name == "fsdp1" and not self.frozen_as_loaded
+            materialize(own, self.device, frozen_too=frozen_too)
             sharded = shard(module, mesh, keep_gathered=not name and len(chosen) > 1)
             if name:
                 model.set_submodule(name, sharded)
@@ -110,17 +118,18 @@ class Engine:
         shape = (world // ranks, ranks)
         return init_device_mesh(self.device.type, shape, mesh_dim_names=("copies", "shards"))
 
-    @torch.no_grad()
-    def _place(self, unit: nn.Module) -> None:
-        """Move what ``unit`` holds itself to the device, with rank 0's values."""
-        parameters, buffers = own_parameters(unit), own_buffers(unit)
-        for tensor in [*parameters.values(), *buffers.values()]:
-            tensor.data = tensor.data.to(self.device)
-        store_in_fp32(parameters.values(), frozen_too=self.name == "fsdp1")
-        broadcast_from_rank_0([*parameters.values(), *buffers.values()])
-
     def _shard_fsdp1(self, unit: nn.Module, mesh: DeviceMesh, *, keep_gathered: bool) -> nn.Module:
         del keep_gathered  # FSDP1 keeps the root's weights by itself
+        own = list(own_parameters(unit).values())
+        if len({parameter.dtype for parameter in own}) > 1:
+            others = [parameter for parameter in own if parameter.dtype != torch.float32]
+            unit = self._fsdp1_unit(unit, mesh, ignored=others)
+            unit._ignored_params.clear()  # noqa: SLF001 - the unit around it would ignore them, too
+        return self._fsdp1_unit(unit, mesh)
+
+    def _fsdp1_unit(
+        self, unit: nn.Module, mesh: DeviceMesh, *, ignored: Sequence[nn.Parameter] = ()
+    ) -> "FullyShardedDataParallel":
         dtype = self.compute_dtype if self.shard_in_compute_dtype else None
         groups = mesh.get_group("shards")
         with warnings.catch_warnings():
@@ -141,6 +150,7 @@ class Engine:
                 ),
                 device_id=self.device,
                 use_orig_params=True,
+                ignored_states=ignored or None,
             )
 
     def _shard_fsdp2(self, unit: nn.Module, mesh: DeviceMesh, *, keep_gathered: bool) -> nn.Module:
@@ -177,7 +187,8 @@ class Engine:
         if not units:
             return "one process"
         version = "FSDP1" if is_fsdp1(model) else "FSDP2"
-        text = f"{version} {strategy_of(model)} x{dist.get_world_size()}, {len(units)} units"
+        count = count_units(model)
+        text = f"{version} {strategy_of(model)} x{dist.get_world_size()}, {count} units"
         if self.strategy == "hybrid_shard":
             text += f", {dist.get_world_size() // self.ranks_per_node} copies"
         return text
@@ -221,6 +232,11 @@ def sharded_units(model: nn.Module) -> dict[str, nn.Module]:
     return {name: module for name, module in model.named_modules() if is_unit(module)}
 
 
+def count_units(model: nn.Module) -> int:
+    """Number of modules that are units; one that is two units for two dtypes counts once."""
+    return len({clean_name(f"{name}.").strip(".") for name in sharded_units(model)})
+
+
 def own_modules(unit: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
     """``unit`` and the modules in it, without those of sharded units in it."""
     yield prefix, unit
@@ -238,39 +254,16 @@ def own_parameters(unit: nn.Module) -> dict[str, nn.Parameter]:
     }
 
 
-def own_buffers(unit: nn.Module) -> dict[str, Tensor]:
-    """Buffers that ``unit`` holds outside sharded units in it, by name."""
-    return {
-        f"{prefix}{name}": buffer
-        for prefix, module in own_modules(unit)
-        for name, buffer in module.named_buffers(recurse=False)
-    }
-
-
-def store_in_fp32(parameters: Iterable[nn.Parameter], *, frozen_too: bool) -> None:
-    """Master weights: an update of 2.5e-5 is below bfloat16's rounding of a typical weight."""
-    for parameter in parameters:
-        if parameter.requires_grad or frozen_too:
-            parameter.data = parameter.data.float()
-
-
-def broadcast_from_rank_0(tensors: Sequence[Tensor]) -> None:
-    """Give every rank rank 0's values: FSDP2 never does, FSDP1 refuses to on the CPU."""
-    for tensor in tensors:
-        dist.broadcast(tensor.data, src=0)
-
-
 def assert_sharded(model: nn.Module, engine: Engine, *, num_units: int) -> None:
     """Check strategy and boundaries of every unit.
 
     Raises:
         EngineError: a unit shards otherwise, or the number of units differs.
     """
-    units = list(sharded_units(model).values())
-    if len(units) != num_units:
-        raise EngineError(f"asked for {num_units} FSDP units and got {len(units)}")
-    if (got := strategy_of(model)) != engine.strategy.upper():
-        raise EngineError(f"asked for {engine.strategy.upper()} and got {got}")
+    if (got := count_units(model)) != num_units:
+        raise EngineError(f"asked for {num_units} FSDP units and got {got}")
+    if (strategy := strategy_of(model)) != engine.strategy.upper():
+        raise EngineError(f"asked for {engine.strategy.upper()} and got {strategy}")
 
 
 def strategy_of(model: nn.Module) -> str:
@@ -332,33 +325,45 @@ def clean_name(name: str) -> str:
     return name.replace(FSDP_PREFIX, "").removeprefix("module.")
 
 
-def gather_weights(model: nn.Module, *, keep: bool) -> dict[str, Tensor]:
+def gather_weights(
+    model: nn.Module, *, keep: bool, names: Collection[str] | None = None
+) -> dict[str, Tensor]:
     """All weights on the CPU of the ranks with ``keep``, one FSDP unit at a time.
 
     Torch's own full state dict holds the whole model on the device of rank 0 before it moves it.
+
+    Args:
+        model: as its engine wraps it.
+        keep: whether this rank wants them.
+        names: the weights to gather, where not all are wanted.
     """
     units = sharded_units(model)
     if not units:
         inner = model.module if isinstance(model, DistributedDataParallel) else model
-        return {k: v.detach().cpu() for k, v in inner.state_dict().items()} if keep else {}
+        state = inner.state_dict() if keep else {}
+        return {k: v.detach().cpu() for k, v in state.items() if names is None or k in names}
     free_gathered(model)
     gathered: dict[str, Tensor] = {}
     for prefix, unit in units.items():
-        for name, weight in whole_weights(unit):
+        whole_names = {n: clean_name(f"{prefix}.{n}".lstrip(".")) for n in own_parameters(unit)}
+        wanted = {n: whole for n, whole in whole_names.items() if names is None or whole in names}
+        for name, weight in whole_weights(unit, wanted):
             if keep:
-                whole = weight.detach().to("cpu", copy=True)
-                gathered[clean_name(f"{prefix}.{name}" if prefix else name)] = whole
+                gathered[wanted[name]] = weight.detach().to("cpu", copy=True)
     return gathered
 
 
-def whole_weights(unit: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """A unit's weights as stored; a collective, so every rank runs through all of them."""
+def whole_weights(unit: nn.Module, names: Collection[str]) -> Iterator[tuple[str, Tensor]]:
+    """Weights of a unit as stored; a collective, so every rank runs through all of them."""
+    if not names:
+        return
     if is_fsdp1(unit):
         with unit.summon_full_params(unit, recurse=False, writeback=False):
-            yield from own_parameters(unit).items()
+            yield from ((n, p) for n, p in own_parameters(unit).items() if n in names)
     else:
         for name, parameter in own_parameters(unit).items():
-            yield name, parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
+            if name in names:
+                yield name, parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
 
 
 def autocast(engine: Engine) -> "functools.partial[torch.autocast]":
@@ -374,6 +379,12 @@ def autocast(engine: Engine) -> "functools.partial[torch.autocast]":
 def inner(optimizer: Any) -> torch.optim.Optimizer:
     """The optimizer inside accelerate's wrapper."""
     return optimizer.optimizer if isinstance(optimizer, AcceleratedOptimizer) else optimizer
+
+
+def keep_as_wrapped(accelerator: Any, model: nn.Module) -> None:
+    """Keep accelerate from putting DDP around FSDP2, which does not change a model's identity."""
+    if isinstance(model, FSDPModule):
+        accelerator.prepare_model = lambda prepared, **_kwargs: prepared
 
 
 def mark_skipped(optimizer: Any, *, skipped: bool) -> None:

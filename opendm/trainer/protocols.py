@@ -11,6 +11,10 @@ from torch import Tensor, nn
 class TrainableModel(Protocol):
     """A module that names its FSDP units and writes itself."""
 
+    @property
+    def exported_names(self) -> frozenset[str] | None:
+        """The weights that ``save_pretrained`` wants; None for all, a set for an adapter's."""
+
     def fsdp_wrap_modules(self, preset: str = "published") -> list[nn.Module]:
         """Modules that become FSDP units of their own, by the preset's name."""
 

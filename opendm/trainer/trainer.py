@@ -20,9 +20,17 @@ from opendm.failure import phase
 from opendm.optimizer import MuonAdamW
 from opendm.optimizer.selection import canonical_name
 from opendm.runtime import environment
-from opendm.trainer.checkpointing import Checkpoints, is_rank_0, together
+from opendm.trainer.checkpointing import Checkpoints, estimated_bytes, is_rank_0, together
 from opendm.trainer.ema import Ema
-from opendm.trainer.engine import Engine, autocast, clean_name, gather_weights, inner, mark_skipped
+from opendm.trainer.engine import (
+    Engine,
+    autocast,
+    clean_name,
+    gather_weights,
+    inner,
+    keep_as_wrapped,
+    mark_skipped,
+)
 from opendm.trainer.interrupt import StopRequest, outlive_signals
 from opendm.trainer.metrics import StepLosses
 from opendm.trainer.nonfinite import NONFINITE_FILE, NonFiniteGuard, all_finite, reason_of
@@ -101,7 +109,8 @@ class DMTrainer(Trainer):
         )
         resume_from = plan.resume_from
         self._counters = {} if resume_from is None else read_counters(resume_from)
-        self._checkpoint_bytes = estimated_bytes(model, plan, export_dtype)
+        num_states = 0 if plan.save_only_model else 3 + (plan.ema_decay > 0)
+        self._checkpoint_bytes = estimated_bytes(model, export_dtype, num_states)
         self._sampler: StepSampler | None = None
         self._ema: Ema | None = None
         self._recorder: StepRecorder | None = None
@@ -131,6 +140,7 @@ class DMTrainer(Trainer):
         units = self.trainable_model.fsdp_wrap_modules(self.engine.wrap_preset)
         self.model_wrapped = self.engine.wrap(self.model, units)
         self.engine.assert_got(self.model_wrapped)
+        keep_as_wrapped(self.accelerator, self.model_wrapped)
         logger.info("engine: %s", self.engine.describe(self.model_wrapped))
         warmup = self.args.get_warmup_steps(max_steps)
         logger.info("schedule: %d optimizer steps, %d of them warm-up", max_steps, warmup)
@@ -325,7 +335,8 @@ class DMTrainer(Trainer):
     def _write_inference_files(self, model: nn.Module, folder: Path) -> None:
         # written while the averages are in place: on a CPU what is gathered may be the weights
         with self._averaged_weights():
-            weights = gather_weights(model, keep=is_rank_0())
+            names = self.trainable_model.exported_names
+            weights = gather_weights(model, keep=is_rank_0(), names=names)
             if is_rank_0():
                 self.trainable_model.save_pretrained(
                     folder,
@@ -381,14 +392,6 @@ class DMTrainer(Trainer):
         finally:
             if self._recorder is not None:
                 self._recorder.close()
-
-
-def estimated_bytes(model: Any, plan: RunPlan, export_dtype: torch.dtype) -> int:
-    """Size of a checkpoint: exported weights, and float32 weights, two moments and the average."""
-    whole = sum(p.numel() for p in model.parameters())
-    trainable = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    num_float32 = 0 if plan.save_only_model else 3 + (plan.ema_decay > 0)
-    return whole * export_dtype.itemsize + 4 * num_float32 * trainable
 
 
 def safe_save_model_for_hf_trainer(trainer: DMTrainer, output_dir: str) -> None:

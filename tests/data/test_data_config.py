@@ -56,9 +56,10 @@ def test_importing_the_config_imports_no_framework():
 
 
 def test_fields_and_defaults():
-    fields = {field.name: field.default for field in dataclasses.fields(DM05DataConfig)}
-    assert fields == {
+    assert dataclasses.asdict(DM05DataConfig()) == {
         "dataset_name": "demo",
+        "datasets": [],
+        "mixture_by": "frames",
         "jsonl_dir": None,
         "image_dir": None,
         "n_bins": 256,

@@ -4,10 +4,13 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from tokenizers import AddedToken, pre_tokenizers
+from transformers import Gemma3Processor
 
 from opendm.data.processor import check_reserved_ids, image_size, load_processor
-from opendm.data.transforms import ChatTokenization
+from opendm.data.transforms import ChatTokenization, prompt_encoding
 from opendm.data.transforms.prompt import build_messages, discretize_state, task_sentence
+from opendm.data.transforms.prompt_encoding import encode_messages, encode_pictures
 from opendm.errors import CheckpointError, ConfigError, DataError
 from opendm.model.dm05.tiny import IMAGE_SIZE, build_processor
 
@@ -19,6 +22,11 @@ def processor():
 
 def picture(shade=0):
     return Image.new("RGB", (IMAGE_SIZE, IMAGE_SIZE), (shade, 10, 20))
+
+
+def noise(seed=0, size=(IMAGE_SIZE, IMAGE_SIZE)):
+    pixels = np.random.default_rng(seed).integers(0, 256, (size[1], size[0], 3), dtype=np.uint8)
+    return Image.fromarray(pixels)
 
 
 def make(prompt="pick up the cube", views=2, **meta):
@@ -171,3 +179,164 @@ def test_processor_round_trip_and_refusals(processor, tmp_path):
     loaded.tokenizer.pad_token = "<mask>"
     with pytest.raises(ConfigError, match="'pad': 4"):
         check_reserved_ids(loaded, "x")
+
+
+TASKS = [
+    "open the drawer", "", "  two\n\nlines \n", "\n", "12 cups, 3.5 m", "größer 抓取 🤖 \u200b\t|",
+    "<start_of", "_image> \u2581x", "a" * 300,
+]  # fmt: skip
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """The texts that are encoded by the processor itself."""
+    made = []
+    whole = Gemma3Processor.__call__
+
+    def counted(self, *args, **kwargs):
+        made.append(kwargs["text"])
+        return whole(self, *args, **kwargs)
+
+    monkeypatch.setattr(Gemma3Processor, "__call__", counted)
+    return made
+
+
+def gemma_like(change):
+    """A processor of its own, whose tokenizer is changed before its first prompt."""
+    made = build_processor(["pick up the red cube", "open the drawer"])
+    change(made.tokenizer)
+    return made
+
+
+def add_line_tokens(tokenizer):  # as the released tokenizer has
+    lines = [AddedToken("\n" * n, normalized=False) for n in range(1, 6)]
+    tokenizer.add_tokens([*lines, AddedToken("  ", normalized=False)])
+
+
+def cut_at_words(tokenizer):
+    tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first")
+
+
+def reference(processor, messages):
+    out = processor.apply_chat_template(
+        messages,
+        tokenize=True,
+        add_generation_prompt=True,
+        return_dict=True,
+        return_tensors="pt",
+    )
+    return dict(out)
+
+
+def assert_equal_inputs(found, expected):
+    assert set(found) == set(expected)
+    for key, value in expected.items():
+        assert found[key].dtype == value.dtype, key
+        assert torch.equal(found[key], value), key
+
+
+@pytest.mark.parametrize("change", [lambda _: None, add_line_tokens, cut_at_words])
+def test_prompts_are_encoded_as_the_processor_does(change, calls):
+    processor = gemma_like(change)
+    cases = [
+        build_messages(
+            task,
+            [noise(i) for i in range(views)],
+            [f"Camera {i}" for i in range(views)],
+            state_bins=bins,
+            robot_type=robot,
+            num_history=history,
+        )
+        for task in TASKS
+        for views, bins, robot, history in (
+            (1, None, None, None), (2, [0, 17, 255], "UR5", None), (3, list(range(14)), "A\n", 2),
+        )
+    ]  # fmt: skip
+    for number, messages in enumerate(cases):
+        images = [item["image"] for item in messages[0]["content"] if item["type"] == "image"]
+        calls.clear()
+        found = encode_messages(processor, messages, images)
+        assert len(calls) == (number == 0)  # the first one is checked
+        assert_equal_inputs(found, reference(processor, messages))
+
+
+def test_long_prompts_and_history_are_as_the_processor_makes_them(processor, monkeypatch):
+    tokenize = ChatTokenization(processor, max_length=260, is_history=True, max_history_images=4)
+    samples = [
+        {**make("open the drawer " * n), "images": [noise(1), noise(2)],
+         "history_images": [noise(3)] * 2}
+        for n in (1, 10, 40)
+    ]  # fmt: skip
+    found = [tokenize(sample) for sample in samples]
+    monkeypatch.setattr(prompt_encoding, "_only_scales", lambda *_: False)
+    for sample, one in zip(samples, found, strict=True):
+        assert_equal_inputs(one, tokenize(sample))
+    assert max(len(one["input_ids"]) for one in found) <= 260
+
+
+def test_history_pixels_are_those_of_the_image_processor(processor):
+    for images in ([noise(1), noise(2)], [noise(1, (40, 30))], [picture(255)]):
+        expected = processor.image_processor(images, return_tensors="pt")["pixel_values"]
+        assert torch.equal(encode_pictures(processor.image_processor, images), expected)
+
+
+class OtherProcessor(Gemma3Processor):
+    """Could override anything."""
+
+
+def other_class(made):
+    made.__class__ = OtherProcessor
+
+
+def set_on_images(**values):
+    def change(made):
+        for name, value in values.items():
+            setattr(made.image_processor, name, value)
+
+    return change
+
+
+@pytest.mark.parametrize(("change", "image"), [
+    (lambda _: None, noise(size=(100, 80))),
+    (lambda _: None, noise().convert("L")),
+    (other_class, noise()),
+    (set_on_images(do_pan_and_scan=True, pan_and_scan_min_crop_size=8, pan_and_scan_max_num_crops=2,
+                   pan_and_scan_min_ratio_to_activate=1.0), noise(size=(224, 112))),
+    (set_on_images(image_mean=[0.4, 0.5, 0.5]), noise()),
+    (set_on_images(image_std=[0.5, 0.5, 0.2]), noise()),
+    (set_on_images(do_normalize=False), noise()),
+    (set_on_images(do_rescale=False), noise()),
+    (set_on_images(rescale_factor=1 / 256), noise()),
+    (lambda made: made.tokenizer.add_tokens(AddedToken("<end_of_image>", lstrip=True,
+                                                       normalized=False)), noise()),
+])  # fmt: skip
+def test_what_is_not_recognised_goes_through_the_processor(change, image, calls):
+    processor = build_processor(["open the drawer"])
+    change(processor)
+    messages = build_messages("open it", [image], ["Head"])
+    for _ in range(2):
+        calls.clear()
+        found = encode_messages(processor, messages, [image])
+        assert len(calls) == 1
+        assert_equal_inputs(dict(found), reference(processor, messages))
+
+
+def test_a_difference_to_the_processor_is_found_at_once(monkeypatch, caplog, calls):
+    processor = build_processor(["open the drawer"])
+    monkeypatch.setattr(prompt_encoding, "scale_pixels", lambda images: torch.zeros(1))
+    messages = build_messages("open it", [noise()], ["Head"])
+    expected = reference(processor, messages)
+    calls.clear()
+    for number in range(3):
+        assert_equal_inputs(dict(encode_messages(processor, messages, [noise()])), expected)
+        assert len(calls) == number + 1
+    assert caplog.text.count("otherwise than is usual") == 1
+
+
+def test_labels_that_write_image_tokens_are_left_to_the_processor(processor, calls):
+    encode_messages(processor, build_messages("go", [noise()], ["Head"]), [noise()])
+    calls.clear()
+    messages = build_messages("go", [noise()], ["<image_soft_token> Head"])
+    found = encode_messages(processor, messages, [noise()])
+    assert len(calls) == 1
+    assert_equal_inputs(dict(found), reference(processor, messages))

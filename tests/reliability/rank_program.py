@@ -16,7 +16,13 @@ import torch.distributed as dist
 
 from opendm.errors import DataError, OpenDMError
 from opendm.failure import phase, record_exception, record_failure
-from opendm.runtime import Runtime, collective_timeout_s, environment, show_stacks_on_signal
+from opendm.runtime import (
+    Runtime,
+    collective_timeout_s,
+    end_with_launcher,
+    environment,
+    show_stacks_on_signal,
+)
 
 PHASES = ("statistics", "loading", "step", "optimizer", "saving")
 
@@ -64,6 +70,7 @@ def run(folder: Path, where: str, who: int, fault: str) -> None:
 
 def main(folder: str, where: str, who: str, fault: str) -> int:
     torch.set_num_threads(1)
+    end_with_launcher()
     show_stacks_on_signal()
     assert Runtime.from_env().world_size > 1
     try:

@@ -55,14 +55,16 @@ def free_port() -> int:
         return server.getsockname()[1]
 
 
-def play(folder: Path, where: str, who: int, fault: str, num_nodes: int = 1) -> list[Run]:
-    """Run a job of two ranks; what each node's launcher did."""
+def start(
+    folder: Path, where: str, who: int, fault: str, num_nodes: int = 1
+) -> list[subprocess.Popen[str]]:
+    """Start a job of two ranks; the launcher of each node."""
     folder.mkdir()
     words = [sys.executable, "-m", "opendm.launch", "--master_port", str(free_port())]
     words += ["--nproc_per_node", str(2 // num_nodes), "--nnodes", str(num_nodes), "--node_rank"]
     environ = {name: value for name, value in os.environ.items() if not name.startswith("TORCH")}
     environ |= {"OPENDM_COLLECTIVE_TIMEOUT_S": str(TIMEOUT_S), "OMP_NUM_THREADS": "1"}
-    nodes = [
+    return [
         subprocess.Popen(
             [*words, str(node), PROGRAM, folder, where, str(who), fault],
             cwd=REPOSITORY,
@@ -72,8 +74,12 @@ def play(folder: Path, where: str, who: int, fault: str, num_nodes: int = 1) -> 
         )
         for node in range(num_nodes)
     ]
+
+
+def play(folder: Path, where: str, who: int, fault: str, num_nodes: int = 1) -> list[Run]:
+    """Run a job of two ranks; what each node's launcher did."""
     runs = []
-    for node in nodes:
+    for node in start(folder, where, who, fault, num_nodes):
         error = node.communicate(timeout=120)[1]
         seconds = time.time() - float((folder / "moment").read_text())
         pids = [int(file.read_text()) for file in folder.glob("pid-*")]
@@ -124,6 +130,31 @@ def test_a_killed_rank_ends_the_launcher_of_every_node_and_its_own_names_it(shor
     assert without_it.code == 1
     assert "rank 0 failed during step" in without_it.verdicts[0]
     assert "lost contact with another rank" in without_it.verdicts[0]
+
+
+def test_ranks_do_not_outlive_a_launcher_that_is_killed(tmp_path):
+    (launcher,) = start(tmp_path / "run", "step", 0, "sleep")
+    deadline = time.monotonic() + 60
+    while not (tmp_path / "run" / "moment").exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    pids = [int(file.read_text()) for file in (tmp_path / "run").glob("pid-*")]
+    begun = time.monotonic()
+    launcher.kill()
+    launcher.communicate(timeout=60)  # ends when nobody can write any more
+    while any(_runs(pid) for pid in pids):
+        assert time.monotonic() < begun + TIMEOUT_S - 1  # before the collectives time out
+        time.sleep(0.01)
+    print(f"SIGKILL of the launcher: {len(pids)} ranks gone after {time.monotonic() - begun:.2f} s")
+    assert len(pids) == 2
+
+
+def _runs(pid: int) -> bool:
+    """Whether a process runs; one that nobody has waited for yet does not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
 
 
 @pytest.mark.soak

@@ -73,6 +73,7 @@ OPTIONS = {
     },
     "average": {"trainer_config__ema_decay": 0.5},
     "muon": {"optimizer_config__optim": "muon_adamw"},
+    "bfloat16": {"model_config__bf16": True, "trainer_config__bf16": True},
 }
 
 

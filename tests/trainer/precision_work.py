@@ -8,8 +8,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from workers import small_batch, small_model
 
+from opendm.model.dm05.dm05_lora import DM05LoraConfig, apply_lora_to_dm05_model
 from opendm.optimizer.config import DM05OptimizerConfig
-from opendm.trainer.engine import Engine, autocast
+from opendm.trainer.engine import Engine, autocast, clean_name
 
 PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "convolution")
 CASTS = {"bf16_mixed": torch.bfloat16, "fp32_mixed": torch.float32}
@@ -22,9 +23,13 @@ class Seen:
 
     stored: set = field(default_factory=set)
     stored_frozen: set = field(default_factory=set)
+    stored_idle: set = field(default_factory=set)
+    """Of adapters that no loss reads."""
     buffers: set = field(default_factory=set)
     read: set = field(default_factory=set)
-    """Of weights while a layer computes."""
+    """Of trained weights while a layer computes."""
+    read_frozen: set = field(default_factory=set)
+    """Of those that an adapter stands beside."""
     products: Counter = field(default_factory=Counter)
     """Matrix products and convolutions of the forward pass, by the dtype of their factors."""
     condition: set = field(default_factory=set)
@@ -70,18 +75,24 @@ def names(dtypes):
 def observe_inputs(model, seen):
     """Note what reaches the layers, from inside whatever wraps them."""
 
+    def read(module):
+        seen.read |= {p.dtype for p in module.parameters() if p.requires_grad}
+        seen.read_frozen |= {
+            p.dtype for n, p in module.named_parameters() if n.endswith("base_layer.weight")
+        }
+
     def expert(module, args, kwargs):
         seen.condition.add(kwargs["adarms_cond"].dtype)
         seen.residual.add(kwargs["suffix_embeds"].dtype)
 
     def expert_layer(module, args):
         seen.residual.add(args[0].dtype)
-        seen.read |= {p.dtype for p in module.self_attn.parameters()}
+        read(module.self_attn)
 
     def text_layer(module, args):
         seen.residual.add(args[0].dtype)
         seen.angles |= {t.dtype for t in args[1]}
-        seen.read |= {p.dtype for p in module.mlp.parameters() if p.requires_grad}
+        read(module.mlp)
 
     def vision_layer(module, args):
         seen.vision.add(args[0].dtype)
@@ -95,24 +106,30 @@ def observe_inputs(model, seen):
         layer.register_forward_pre_hook(text_layer)
 
 
-def step(rank, world_size, engine_name, policy):
+def step(rank, world_size, engine_name, policy, lora=False):
     """Dtypes of one step of AdamW, by name."""
     model = small_model()
     for parameter in model.parameters():
         parameter.data = parameter.data.to(CASTS[policy])
     model.set_precision_policy(policy)
     model.freeze_vlm_embedding()
+    adapter = frozenset()
+    if lora:
+        adapter = apply_lora_to_dm05_model(model, DM05LoraConfig(r=4), "", base_sha256="").adapter
+        adapter = adapter.names
     seen = Seen()
     observe_inputs(model, seen)
     engine = Engine(
         engine_name, torch.device("cpu"), torch.bfloat16,
-        shard_in_compute_dtype=policy == "bf16_mixed",
+        shard_in_compute_dtype=policy == "bf16_mixed", frozen_as_loaded=lora,
     )  # fmt: skip
     wrapped = engine.wrap(model.train(), model.fsdp_wrap_modules()).train()
     optimizer = DM05OptimizerConfig(optim="adamw").build_optimizer(wrapped)
     parameters = list(wrapped.parameters())
     seen.stored = {p.dtype for p in parameters if p.requires_grad}
-    seen.stored_frozen = {p.dtype for p in parameters if not p.requires_grad}
+    frozen = [(clean_name(n), p) for n, p in wrapped.named_parameters() if not p.requires_grad]
+    seen.stored_frozen = {p.dtype for name, p in frozen if name not in adapter}
+    seen.stored_idle = {p.dtype for name, p in frozen if name in adapter}
     seen.buffers = {b.dtype for b in wrapped.buffers() if floating(b)}
     batch = {k: v[rank::world_size] for k, v in small_batch(2 * world_size).items()}
     with Watch() as forward, autocast(engine)():

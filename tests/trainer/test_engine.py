@@ -27,9 +27,11 @@ TWO = [
     Case("fsdp1"),
     Case("fsdp1", "full_shard", "per_layer", checkpointing=True),
     Case("fsdp1", preset="per_layer", accumulation=4),
+    Case("fsdp1", "full_shard"),
     Case("fsdp2"),
     Case("fsdp2", "full_shard", "per_layer", checkpointing=True),
     Case("fsdp2", preset="per_layer", accumulation=4),
+    Case("fsdp2", "full_shard"),
 ]
 FOUR = [
     Case("fsdp1"),
@@ -139,7 +141,7 @@ def test_engines_say_strategy_and_units(outcomes):
         "FSDP1 SHARD_GRAD_OP x2, 4 units": (2, Case("fsdp1")),
         "FSDP2 SHARD_GRAD_OP x2, 4 units": (2, Case("fsdp2")),
         "FSDP1 FULL_SHARD x2, 7 units": (2, TWO[3]),
-        "FSDP2 FULL_SHARD x2, 7 units": (2, TWO[6]),
+        "FSDP2 FULL_SHARD x2, 7 units": (2, TWO[7]),
         "FSDP1 HYBRID_SHARD x4, 7 units, 2 copies": (4, FOUR[1]),
         "FSDP2 HYBRID_SHARD x4, 7 units, 2 copies": (4, FOUR[2]),
     }
@@ -168,7 +170,7 @@ def test_fsdp2_averages_gradients_over_ranks(tmp_path):
 
 
 def test_torchs_own_synchronisation_still_refuses_cpu_modules(tmp_path):
-    """When this fails, FSDP1 needs no ``broadcast_from_rank_0``."""
+    """When this fails, FSDP1 could do what ``materialize`` does."""
     message = fork_ranks(workers.synchronise_by_torch, tmp_path=tmp_path)[0]
     assert "sync_module_states=True" in message
 

@@ -1,5 +1,6 @@
 """What each process of a two-process engine test does. Imported by forked workers only."""
 
+import copy
 import warnings
 from dataclasses import dataclass
 
@@ -21,6 +22,7 @@ from opendm.trainer.engine import (
     gather_weights,
     sharded_units,
 )
+from opendm.trainer.materialize import materialize
 
 
 def small_model(seed=0):
@@ -82,7 +84,7 @@ class Outcome:
     warnings: list
 
 
-def build(case, seed=0):
+def build(case, seed=0, *, on_meta=False):
     """The model of a case; under ``bf16_mixed`` in bfloat16, as the released one is loaded."""
     model = small_model(seed).train()
     if case.policy:
@@ -90,16 +92,19 @@ def build(case, seed=0):
     if case.policy == "bf16_mixed":
         for parameter in model.parameters():
             parameter.data = parameter.data.bfloat16()
+    model.freeze_vlm_embedding()
+    if on_meta:
+        model.to("meta")
     model.enable_gradient_checkpointing(
         vlm_gradient_checkpointing=case.checkpointing, ae_gradient_checkpointing=case.checkpointing
     )
     return case.engine.wrap(model, model.fsdp_wrap_modules(case.preset))
 
 
-def train_two_steps(case, rank=0, world_size=1, seed=0):
+def train_two_steps(case, rank=0, world_size=1, seed=0, *, on_meta=False):
     """Two steps on the same eight samples, however they are spread."""
     with warnings.catch_warnings(record=True) as caught:
-        engine, wrapped = case.engine, build(case, seed)
+        engine, wrapped = case.engine, build(case, seed, on_meta=on_meta)
         engine.assert_got(wrapped)
         config = DM05OptimizerConfig(optim=case.optim, base_lr=1e-3, weight_decay=0.01)
         optimizer = config.build_optimizer(wrapped)
@@ -128,6 +133,56 @@ def train_two_steps(case, rank=0, world_size=1, seed=0):
     weights = {key: value.float().numpy() for key, value in weights.items()}
     lines = [str(warning.message) for warning in caught]
     return Outcome(record, engine.describe(wrapped), weights, gathered[0], grad_elements[0], lines)
+
+
+def train_with_and_without_weights(rank, world_size, cases):
+    """By case: bits after two steps where all ranks read weights, and where rank 0 alone does."""
+    return {
+        case: [
+            bits(train_two_steps(case, rank, world_size, on_meta=on_meta))
+            for on_meta in (False, rank > 0)
+        ]
+        for case in cases
+    }
+
+
+def bits(outcome):
+    weights = {name: value.tobytes() for name, value in outcome.weights.items()}
+    return outcome.record, weights, outcome.warnings
+
+
+def placed(rank):
+    """Storage and values on each rank of what rank 0 alone has, and which marks survived."""
+    model = torch.nn.BatchNorm1d(3, dtype=torch.bfloat16)
+    model.register_buffer("passing", torch.full((2,), 7.0), persistent=False)
+    model.bias.requires_grad_(False)
+    model.weight.data.fill_(0.3)
+    model.weight.mark = "muon"
+    tied = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
+    tied[1].weight = tied[0].weight
+    if rank:
+        marks = model.weight.mark
+        model.to("meta"), tied.to("meta")
+        model.weight.mark = marks
+        tied[1].weight = tied[0].weight
+    for frozen_too in (False, True):
+        module = copy.deepcopy(model)
+        module.weight.mark = model.weight.mark
+        materialize(module.modules(), torch.device("cpu"), frozen_too=frozen_too)
+        yield (
+            {
+                name: (str(tensor.dtype), tensor.tolist(), tensor.requires_grad)
+                for name, tensor in [*module.named_parameters(), *module.named_buffers()]
+            },
+            list(module.state_dict()),
+            module.weight.mark,
+        )
+    materialize(tied.modules(), torch.device("cpu"), frozen_too=False)
+    yield tied[1].weight is tied[0].weight
+
+
+def all_placed(rank):
+    return list(placed(rank))
 
 
 def num_gathered(model):

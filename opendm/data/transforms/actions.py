@@ -1,11 +1,12 @@
 """From recorded frames to the action chunk that is learnt, and back to the robot's actions."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 import numpy as np
 
 from opendm.constants.robot import MAX_ACTION_DIM, ActionMode, RobotStateDesc, desc_value
+from opendm.data.angles import wrap_angle
 from opendm.data.dataset import Sample
 from opendm.data.episodes import check_vector, location, parse_frame
 from opendm.data.source import EpisodeFrames, Field
@@ -103,8 +104,19 @@ def relative_dimensions(
     return np.array([desc_value(desc) not in kept for desc in state_desc])
 
 
+def wrap_angles(values: np.ndarray, meta: Mapping[str, Any], is_relative: np.ndarray) -> np.ndarray:
+    """``values`` ``[..., D]`` with relative ``angle_dims`` of the registration in [-pi, pi)."""
+    dims = [dim for dim in meta.get("angle_dims") or () if is_relative[dim]]
+    if dims:
+        values[..., dims] = wrap_angle(values[..., dims])
+    return values
+
+
 class ActionRelative:
-    """Action minus state, but for the dimensions in ``non_delta_ids``."""
+    """Action minus state, but for the dimensions in ``non_delta_ids``.
+
+    Differences of the registration's ``angle_dims`` go the short way round the circle.
+    """
 
     def __init__(self, non_delta_ids: Sequence["RobotStateDesc | str"] = GRIPPER_ONLY) -> None:
         self.non_delta_ids = tuple(non_delta_ids)
@@ -113,7 +125,8 @@ class ActionRelative:
         state, action = sample["state"], sample["action"]
         desc = sample["meta_data"].get("state_desc")
         is_relative = relative_dimensions(desc, self.non_delta_ids, state, action)
-        sample["action"] = action - np.where(is_relative, state, 0).astype(action.dtype)
+        difference = action - np.where(is_relative, state, 0).astype(action.dtype)
+        sample["action"] = wrap_angles(difference, sample["meta_data"], is_relative)
         return sample
 
     def __repr__(self) -> str:
@@ -140,6 +153,7 @@ class ActionAbsolute:
         desc = sample["meta_data"].get("state_desc")
         is_relative = relative_dimensions(desc, self.non_delta_ids, state, action)
         absolute = action + np.where(is_relative, state, 0).astype(action.dtype)
+        absolute = wrap_angles(absolute, sample["meta_data"], is_relative)
         if self.compose_eef_rot:
             for start in _rotation_starts(desc):
                 part = slice(start, start + 3)

@@ -16,6 +16,7 @@ from opendm.constants.robot import (
 )
 from opendm.data.dataset import Sample
 from opendm.data.norm_stats_job import robot_name
+from opendm.data.transforms.prompt_encoding import encode_messages, encode_pictures
 from opendm.errors import ConfigError, DataError
 
 logger = logging.getLogger(__name__)
@@ -155,7 +156,9 @@ class ChatTokenization:
             "attention_mask": inputs["attention_mask"][0],
             "token_type_ids": token_types,
             "pixel_values": inputs.get("pixel_values"),
-            "history_pixel_values": self._pixels(history),
+            "history_pixel_values": (
+                encode_pictures(self.processor.image_processor, history) if history else None
+            ),
             "history_mask": is_history_token if self.is_history else None,
         }
 
@@ -209,13 +212,7 @@ class ChatTokenization:
         if self.enable_logging:
             texts = [item.get("text", "<image>") for item in messages[0]["content"]]
             logger.info("prompt: %r", "".join(texts))
-        return self.processor.apply_chat_template(
-            messages,
-            tokenize=True,
-            add_generation_prompt=True,
-            return_dict=True,
-            return_tensors="pt",
-        )
+        return encode_messages(self.processor, messages, fields["images"])
 
     def _encode_within_limit(self, fields: dict[str, Any]) -> Mapping[str, torch.Tensor]:
         """Encode, shortening the task as long as the prompt is too long.
@@ -224,9 +221,11 @@ class ChatTokenization:
             DataError: everything but the task is too long already.
         """
         inputs = self._encode(fields)
+        length = inputs["input_ids"].shape[1]
+        if length <= self.max_length:
+            return inputs
         tokenizer = self.processor.tokenizer
         task_ids = tokenizer(fields["prompt"], add_special_tokens=False)["input_ids"]
-        length = inputs["input_ids"].shape[1]
         while length > self.max_length:
             if len(task_ids) <= 1:
                 raise DataError(
@@ -239,11 +238,6 @@ class ChatTokenization:
             inputs = self._encode({**fields, "prompt": text})
             length = inputs["input_ids"].shape[1]
         return inputs
-
-    def _pixels(self, images: Sequence[Image.Image]) -> torch.Tensor | None:
-        if not images:
-            return None
-        return self.processor.image_processor(list(images), return_tensors="pt")["pixel_values"]
 
 
 def _tensor(values: "np.ndarray | torch.Tensor | None") -> torch.Tensor | None:

@@ -108,19 +108,31 @@ def load_config(folder: "str | PathLike[str]") -> DM05Config:
     return DM05Config.from_dict(values)
 
 
+def skeleton(
+    model_class: "type[DM05ForConditionalGeneration]", config: DM05Config, dtype: torch.dtype | None
+) -> "DM05ForConditionalGeneration":
+    """The model with buffers and without weights: these are on the meta device, in ``dtype``."""
+    use_portable_attention(config)
+    with init_empty_weights(include_buffers=False):
+        model = model_class(config)
+    if dtype is not None:
+        for parameter in model.parameters():
+            parameter.data = parameter.data.to(dtype)
+    return model.eval()
+
+
 def load(
     model_class: "type[DM05ForConditionalGeneration]",
     folder: "str | PathLike[str]",
     *,
     config: DM05Config | None,
     dtype: torch.dtype | None,
+    tensors: dict[str, Tensor] | None = None,
 ) -> "DM05ForConditionalGeneration":
-    """Build the model without initialising it and put the folder's tensors in place."""
+    """Build the model without initialising it and put the folder's tensors, or these, in place."""
     config = config or load_config(folder)
-    use_portable_attention(config)
-    tensors = dict(read_tensors(Path(folder), dtype))
-    with init_empty_weights(include_buffers=False):
-        model = model_class(config)
+    tensors = dict(read_tensors(Path(folder), dtype)) if tensors is None else tensors
+    model = skeleton(model_class, config, dtype)
     head = tensors.get(LM_HEAD)
     if head is not None and not torch.equal(head, tensors.get(EMBEDDING, head)):
         logger.warning(
@@ -136,7 +148,7 @@ def load(
     if head is not None and not config.use_lm_head:
         model.carried_tensors[LM_HEAD] = tensors.pop(LM_HEAD)
     model.load_state_dict(tensors, assign=True, strict=True)
-    return model.eval()
+    return model
 
 
 def use_portable_attention(config: DM05Config) -> None:
@@ -162,22 +174,30 @@ def save(
     dtype: torch.dtype | None,
 ) -> None:
     """Write configuration and weights; carried tensors go back into the file."""
-    path = Path(folder)
-    path.mkdir(parents=True, exist_ok=True)
     state = dict(model.state_dict() if state_dict is None else state_dict) | model.carried_tensors
     dtype = dtype or next(iter(state.values())).dtype
     tensors = {
         released_name(name): tensor.detach().to("cpu", dtype).contiguous().clone()
         for name, tensor in state.items()
     }
-    config = model.config.to_dict()
-    config |= {"architectures": ["DM05ForConditionalGeneration"], "dtype": str(dtype)[6:]}
-    text = json.dumps(config, indent=2, sort_keys=True, default=str) + "\n"
-    (path / "config.json").write_text(text)
+    path = write_config(model, folder, dtype)
     partial = path / f"{WEIGHTS}.partial"
     save_file(tensors, partial, metadata={"format": "pt"})
     partial.chmod((path / "config.json").stat().st_mode & 0o777)  # safetensors leaves 0600
     os.replace(partial, path / WEIGHTS)  # noqa: PTH105 - Path.replace hides that it is atomic
+
+
+def write_config(
+    model: "DM05ForConditionalGeneration", folder: "str | PathLike[str]", dtype: torch.dtype
+) -> Path:
+    """Make ``folder`` and write ``config.json`` into it."""
+    path = Path(folder)
+    path.mkdir(parents=True, exist_ok=True)
+    config = model.config.to_dict()
+    config |= {"architectures": ["DM05ForConditionalGeneration"], "dtype": str(dtype)[6:]}
+    text = json.dumps(config, indent=2, sort_keys=True, default=str) + "\n"
+    (path / "config.json").write_text(text)
+    return path
 
 
 def _check_fit(
