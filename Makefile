@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: setup check test soak demo fmt
+.PHONY: setup check test soak demo demo-sim bench-sim test-sim fmt
 
 setup: $(STAMP)
 
@@ -21,13 +21,30 @@ check: $(STAMP)
 	$(BIN)/mypy
 
 test: $(STAMP)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not soak"
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not soak and not sim"
 
 soak: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m soak -rP tests
 
 demo: $(STAMP)
 	bash script/demo.sh
+
+# Only these need the simulator: the extra `sim`, and off-screen OpenGL (Debian: libosmesa6).
+SIM := $(VENV)/.sim-installed
+
+$(SIM): $(STAMP)
+	@$(PYTHON) -c 'import ctypes.util, sys; sys.exit(None if ctypes.util.find_library("OSMesa") or ctypes.util.find_library("EGL") else "The simulator needs off-screen OpenGL: apt install libosmesa6 (or libegl1, and MUJOCO_GL=egl)")'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,sim]'
+	touch $@
+
+demo-sim: $(SIM)
+	bash script/demo_sim.sh
+
+bench-sim: $(SIM)
+	bash script/bench_sim.sh
+
+test-sim: $(SIM)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m sim tests/sim
 
 fmt: $(STAMP)
 	$(BIN)/ruff check --fix .

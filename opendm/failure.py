@@ -10,6 +10,8 @@ from typing import Final
 
 FILE_VARIABLE: Final = "TORCHELASTIC_ERROR_FILE"
 PHASE_BYTES: Final = 80
+EARLY_PHASES: Final = frozenset({"", "loading", "statistics"})
+"""Those before the first step, when a rank has nothing to save."""
 
 
 def record_failure(

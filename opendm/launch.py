@@ -46,6 +46,7 @@ def rank_environment(environ: Mapping[str, str]) -> dict[str, str]:
         # torch's handlers raise anywhere, and lose ranks that are just starting; it insists on
         # one signal, and nobody sends this one.
         "TORCHELASTIC_SIGNALS_TO_HANDLE": "SIGURG",
+        runtime.LAUNCHER_PID_VARIABLE: str(os.getpid()),
     }
 
 

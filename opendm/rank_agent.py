@@ -14,7 +14,7 @@ from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElas
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
 
 from opendm.errors import Interrupted
-from opendm.failure import failure_is_consequence
+from opendm.failure import EARLY_PHASES, failure_is_consequence, phase_of
 
 STOP_SIGNALS: Final = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 SETTLE_S: Final = 5
@@ -88,7 +88,9 @@ class RankAgent(LocalElasticAgent):
 
     def _let_the_others_end(self, processes: Mapping[int, Any]) -> None:
         if all(processes[i].returncode == Interrupted.exit_code for i in self.failed_first):
-            _wait(processes.values(), self._grace_s)  # they are saving, too
+            phases = {phase_of(self.error_file(i)) for i in self.failed_first}
+            if not phases <= EARLY_PHASES:  # in these no rank has anything to save
+                _wait(processes.values(), self._grace_s)
         elif self._all_lost_another(processes):
             _wait(processes.values(), SETTLE_S)
             self.failed_first = _failed(processes)

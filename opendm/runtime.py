@@ -19,6 +19,7 @@ WANDB_DISABLED_VARIABLE = "WANDB_DISABLED"
 CACHE_VARIABLE = "OPENDM_CACHE"
 COLLECTIVE_TIMEOUT_VARIABLE = "OPENDM_COLLECTIVE_TIMEOUT_S"
 COLLECTIVE_TIMEOUT_S = 1800
+INFERENCE_SEED_VARIABLE = "DM05_INFERENCE_SEED"
 LAUNCHER_PID_VARIABLE = "OPENDM_LAUNCHER_PID"
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
@@ -74,6 +75,13 @@ def validate_only() -> bool:
 def collective_timeout_s() -> int:
     """Seconds that a rank waits for the others (``OPENDM_COLLECTIVE_TIMEOUT_S``)."""
     return _integer(os.environ, COLLECTIVE_TIMEOUT_VARIABLE, COLLECTIVE_TIMEOUT_S)
+
+
+def inference_seed() -> int | None:
+    """Seed of every request's noise, whatever the request says (``DM05_INFERENCE_SEED``)."""
+    if not os.environ.get(INFERENCE_SEED_VARIABLE):
+        return None
+    return _integer(os.environ, INFERENCE_SEED_VARIABLE, 0)
 
 
 def show_stacks_on_signal() -> None:

@@ -12,12 +12,13 @@ from pathlib import Path
 import numpy as np
 
 from opendm.errors import DataError
-from opendm.eval.charts import PALETTE, Number, Series, line_chart
+from opendm.eval.charts import PALETTE, Series, line_chart
+from opendm.eval.horizon import HorizonErrors, render_horizon
+from opendm.eval.numbers import MISSING, Number, display_unit, format_number
 
 SMOOTHING_SPAN = 20
 """Logged lines over which the smoothed loss averages, as the span of an exponential mean."""
 BLUE, *_, GREY = PALETTE
-MISSING = "–"
 
 STYLE = """
 :root{color-scheme:light dark;--page:#f6f7f9;--card:#fff;--text:#1d2430;--soft:#5d6778;
@@ -95,6 +96,8 @@ class Report:
     summary: list[str]
     """One claim a line, shown on top."""
     episodes: list[EpisodeView] = field(default_factory=list)
+    horizon: list[HorizonErrors] = field(default_factory=list)
+    """Errors by step of the chunk, one entry per kind of dimension."""
 
 
 def write_report(report: Report, path: "str | os.PathLike[str]") -> None:
@@ -115,6 +118,7 @@ def render_report(report: Report) -> str:
     sections = [
         _summary_section(report.summary),
         _error_section(report.errors),
+        _horizon_section(report.horizon),
         _training_section(report.training),
         *(_episode_section(episode) for episode in report.episodes),
         _section("Settings", _pairs(report.settings)),
@@ -141,11 +145,6 @@ def ratio_to_better_baseline(row: ErrorRow) -> float:
     return row.trained / min(finite)
 
 
-def display_unit(unit: str) -> tuple[str, float]:
-    """The unit to show and the factor into it."""
-    return ("mm", 1000.0) if unit == "m" else (unit, 1.0)
-
-
 def smooth(values: Sequence[Number | None], span: int) -> list[float | None]:
     """Exponential mean over about `span` values; gaps stay gaps and carry no weight."""
     keep, mean, weight = 1 - 2 / (span + 1), 0.0, 0.0
@@ -157,19 +156,6 @@ def smooth(values: Sequence[Number | None], span: int) -> list[float | None]:
         mean, weight = keep * mean + (1 - keep) * value, keep * weight + (1 - keep)
         smoothed.append(mean / weight)
     return smoothed
-
-
-def format_number(value: Number) -> str:
-    """Three significant digits, in plain notation where that is readable."""
-    if math.isnan(value):
-        return MISSING
-    if math.isinf(value):
-        return "∞" if value > 0 else "−∞"
-    if 1e-3 <= abs(value) < 1e5:
-        # 9.996 and 10.0 need different numbers of decimals; rounding first tells them apart.
-        rounded = float(f"{value:.3g}")
-        return f"{rounded:.{max(0, 2 - math.floor(math.log10(abs(rounded))))}f}"
-    return f"{value:.3g}"
 
 
 def _section(heading: str, body: str) -> str:
@@ -217,6 +203,16 @@ def _error_row(row: ErrorRow, baselines: Iterable[str]) -> str:
     names = f"<td>{escape(row.dimension)}</td><td>{escape(unit)}</td>"
     times = MISSING if math.isnan(ratio) else f"{format_number(ratio)}×"
     return f'<tr>{names}{numbers}<td class="{verdict}">{times}</td></tr>'
+
+
+def _horizon_section(horizon: Sequence[HorizonErrors]) -> str:
+    if not horizon:
+        return ""
+    explanation = (
+        "<p>Mean absolute error of each step of the predicted chunks, over the same frames and the "
+        "same noise for every policy.</p>"
+    )
+    return _section("Error over the horizon", explanation + render_horizon(horizon))
 
 
 def _training_section(training: Sequence[Mapping[str, Number | None]]) -> str:

@@ -1,4 +1,4 @@
-"""``DM05Exp``: the configuration of a run, and the two tasks that it can run.
+"""``DM05Exp``: the configuration of a run, and the tasks that it can run.
 
 A playground file subclasses these dataclasses and ends in ``main(MyExp)``.
 """
@@ -11,6 +11,7 @@ from typing import Annotated, NoReturn
 
 import tyro
 
+from opendm.check.config import DM05CheckConfig
 from opendm.data.config import DM05DataConfig
 from opendm.errors import ConfigError, OpenDMError
 from opendm.failure import record_exception, record_failure
@@ -22,6 +23,7 @@ from opendm.optimizer.config import DM05OptimizerConfig
 from opendm.runtime import (
     Runtime,
     configure_logging,
+    end_with_launcher,
     environment,
     show_stacks_on_signal,
     validate_only,
@@ -29,6 +31,7 @@ from opendm.runtime import (
 from opendm.trainer.config import DM05TrainerConfig
 
 __all__ = [
+    "DM05CheckConfig",
     "DM05DataConfig",
     "DM05Exp",
     "DM05InferenceConfig",
@@ -49,8 +52,8 @@ class DM05Exp:
 
     use_lora: bool | None = False
     """Train low-rank adapters instead of the full model."""
-    task: Annotated[str, choice_flag("train", "inference")] = "train"
-    """train, or inference: serve a checkpoint."""
+    task: Annotated[str, choice_flag("train", "inference", "check")] = "train"
+    """train; inference: serve a checkpoint; or check: say what would fail in training."""
     model_config: DM05ModelConfig = field(default_factory=DM05ModelConfig)
     """The model."""
     optimizer_config: DM05OptimizerConfig = field(default_factory=DM05OptimizerConfig)
@@ -61,6 +64,8 @@ class DM05Exp:
     """The data."""
     inference_config: DM05InferenceConfig = field(default_factory=DM05InferenceConfig)
     """The inference service."""
+    check_config: DM05CheckConfig = field(default_factory=DM05CheckConfig)
+    """The check before training."""
     logger_level: str = "INFO"
     """Least severe messages shown: DEBUG, INFO, WARNING or ERROR."""
 
@@ -71,24 +76,17 @@ class DM05Exp:
             ConfigError: a flag is wrong.
             DataError: the dataset is.
         """
-        if self.task == "inference":
-            raise ConfigError(
-                "--task inference is not available yet; use opendm.infer.Policy, or "
-                "`opendm eval open-loop`"
-            )
-        if self.use_lora:
-            raise ConfigError("--use-lora is not available yet; train the full model")
-        if self.inference_config.backend == "fast":
-            raise ConfigError("--inference-config.backend fast is not available yet; use default")
         self.optimizer_config.validate()
         self.trainer_config.validate()
-        self.model_config.validate()
+        self.model_config.validate(use_lora=bool(self.use_lora))
         self.data_config.validate()
 
     def run(self) -> None:
         """Run the task."""
         if self.task == "train":
             self.train()
+        elif self.task == "check":
+            self.check()
         else:
             self.inference()
 
@@ -101,9 +99,33 @@ class DM05Exp:
 
         train(self)
 
-    def inference(self) -> None:
-        """Serve a checkpoint over HTTP."""
+    def check(self) -> None:
+        """Look for all that would fail in training, and print it.
+
+        Raises:
+            DataError: there is something.
+        """
         self.validate()
+        if validate_only():
+            return
+        from opendm.exp.checking import check_experiment
+
+        check_experiment(self, Runtime.from_env().world_size)
+
+    def inference(self) -> None:
+        """Serve a checkpoint over HTTP until a signal ends it.
+
+        Raises:
+            ConfigError: a flag or the checkpoint does not fit, or the port is in use.
+        """
+        self.inference_config.validate()
+        if validate_only():
+            return
+        if self.model_config.model_name_or_path is None:
+            raise ConfigError("--model-config.model-name-or-path is needed to serve a checkpoint")
+        from opendm.infer.serve import serve
+
+        serve(self.model_config.model_name_or_path, self.inference_config)
 
 
 def parse(exp_type: type[DM05Exp], argv: Sequence[str] | None = None) -> DM05Exp:
@@ -118,6 +140,7 @@ def parse(exp_type: type[DM05Exp], argv: Sequence[str] | None = None) -> DM05Exp
 def run(exp: DM05Exp) -> int:
     """Run an experiment; what a person did wrong becomes one line and an exit code."""
     runtime = Runtime.from_env()
+    end_with_launcher()
     show_stacks_on_signal()
     try:
         configure_logging(exp.logger_level, runtime)

@@ -19,9 +19,14 @@ REPORTED_PACKAGES: Final = ("opendm", "torch", "torchvision", "transformers", "a
 
 
 def run_record(exp: "DM05Exp", engine: "Engine", world_size: int) -> dict[str, Any]:
-    """Resolved configuration, versions, engine and dataset, as JSON holds them."""
+    """Resolved configuration, versions, engine and dataset, as JSON holds them.
+
+    Of the service's token it says only whether there is one.
+    """
+    config = asdict(exp)
+    config["inference_config"]["token"] = exp.inference_config.token is not None
     record = {
-        "config": asdict(exp),
+        "config": config,
         "versions": {name: version(name) for name in REPORTED_PACKAGES}
         | {"python": platform.python_version()},
         "engine": {

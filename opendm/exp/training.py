@@ -13,16 +13,23 @@ from torch import nn
 
 import opendm
 from opendm.constants.precision import BF16_MIXED_PRECISION_POLICY, FP32_MIXED_PRECISION_POLICY
-from opendm.constants.robot import desc_value
-from opendm.data.normalize import NormStatsFile
+from opendm.data.mixture import Mixture
 from opendm.data.processor import load_processor
-from opendm.data.transforms.prompt import PROMPT_LAYOUT_VERSION
-from opendm.errors import DataError, OpenDMError
+from opendm.errors import OpenDMError
+from opendm.exp.checking import check_before_training
+from opendm.exp.policy_layout import policy_layout
 from opendm.exp.resume import find_checkpoint
 from opendm.exp.run_file import REPORTED_PACKAGES, run_record, text_hash, write_run_file
 from opendm.failure import phase
-from opendm.infer.layout import PolicyLayout
-from opendm.runtime import Runtime, collective_timeout_s, enable_wandb, environment
+from opendm.model.dm05.dm05_lora import DM05LoraConfig
+from opendm.model.dm05.lora import write_summary
+from opendm.runtime import (
+    Runtime,
+    collective_timeout_s,
+    enable_wandb,
+    environment,
+    flag_was_given,
+)
 from opendm.trainer.arguments import training_arguments
 from opendm.trainer.checkpointing import Checkpoints
 from opendm.trainer.engine import Engine, EngineName, fsdp_engine
@@ -43,6 +50,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 NORM_STATS_FILE: Final = "norm_stats.json"
+SUMMARY_FILE: Final = "trainable_summary.json"
 PACKAGE: Final = Path(opendm.__file__).parent
 VALIDATION_SEED: Final = 0
 """Of noise and times of held-out samples: the same in all runs, so that losses compare."""
@@ -76,27 +84,24 @@ def build_trainer(exp: "DM05Exp", runtime: Runtime, stop: StopRequest) -> DMTrai
     with phase("statistics", environment()):
         chunk_size = exp.model_config.chunk_size
         stats_path = Path(on_rank_0(lambda: str(exp.data_config.compute_norm_stats(chunk_size))))
-    processor = load_processor(str(exp.model_config.model_name_or_path))
+        checked = on_rank_0(lambda: check_before_training(exp, runtime.world_size))
+        logger.info("check of the data: %s", checked)
+    use_lora = bool(exp.use_lora)
+    processor = load_processor(str(exp.model_config.processor_folder(use_lora=use_lora)))
     max_length = config.model_max_length
     dataset = exp.data_config.build_dataset(processor, exp.model_config.chunk_size, max_length)
     collator = exp.data_config.build_collator(processor, max_length)
     validate = validation(exp, processor, collator, engine, runtime)
-    model = exp.model_config.build_model(use_lora=bool(exp.use_lora))
-    exp.optimizer_config.prepare_model(model)
-    logger.info(
-        "model: %s trainable of %s parameters; what no loss reads is frozen",
-        f"{model.parameter_summary(only_trainable=True)['total']:,}",
-        f"{model.parameter_summary()['total']:,}",
-    )
-
     run = run_record(exp, engine, runtime.world_size)
     hashes = {
         "config": text_hash(json.dumps(run["config"], sort_keys=True)),
         "dataset": run["dataset_fingerprint"],
         "statistics": file_fact(stats_path),
     }
-    compare_ranks(run, hashes, model)
+    compare_ranks(run, hashes)
     found = on_rank_0(lambda: str(find_checkpoint(config, run, hashes) or ""))
+    resume_from = Path(found) if found else None
+    model = build_model(exp, runtime, resume_from)
     if runtime.is_main:
         write_run_file(run, Path(config.output_dir))
     layout, statistics = policy_layout(exp, stats_path), stats_path.read_bytes()
@@ -113,7 +118,7 @@ def build_trainer(exp: "DM05Exp", runtime: Runtime, stop: StopRequest) -> DMTrai
         engine=engine,
         plan=RunPlan(
             checkpoints=Checkpoints(Path(config.output_dir), config.save_total_limit, hashes),
-            resume_from=Path(found) if found else None,
+            resume_from=resume_from,
             keep_rates=config.accept_changes,
             save_only_model=config.save_only_model,
             stops_at_nonfinite=config.nonfinite == "stop",
@@ -121,6 +126,7 @@ def build_trainer(exp: "DM05Exp", runtime: Runtime, stop: StopRequest) -> DMTrai
             ema_decay=config.ema_decay,
             validate=validate,
             eval_steps=config.eval_steps,
+            draw_order=dataset.draw_order if isinstance(dataset, Mixture) else None,
         ),
         stop=stop,
         train_dataset=dataset,
@@ -153,15 +159,55 @@ def validation(
     return lambda model: validation_loss(model, samples, engine)
 
 
-def compare_ranks(run: Mapping[str, Any], hashes: Mapping[str, str], model: nn.Module) -> None:
-    """Abort at once if ranks were not started alike.
+def build_model(exp: "DM05Exp", runtime: Runtime, resume_from: Path | None) -> Any:
+    """The model to train, read by rank 0 alone; the engine gives the other ranks its weights.
+
+    A run that goes on reads the weights that lie in its checkpoint: of the state, which comes
+    later, frozen weights are no part.
+
+    Raises:
+        EngineError: ranks built another model than rank 0.
+    """
+    use_lora, sha256 = bool(exp.use_lora), None
+    if use_lora:
+        sha256 = on_rank_0(lambda: exp.model_config.checked_base_hash(resume_from))
+    model = exp.model_config.build_model(
+        use_lora=use_lora,
+        read_from=resume_from,
+        on_meta=not runtime.is_main,
+        lora_seed=exp.trainer_config.seed,
+        base_sha256=sha256,
+    )
+    if use_lora and runtime.is_main:
+        write_summary(model, exp.model_config.lora_config, summary_path(exp))
+    exp.optimizer_config.prepare_model(model)
+    logger.info(
+        "model: %s trainable of %s parameters; what no loss reads is frozen",
+        f"{model.parameter_summary(only_trainable=True)['total']:,}",
+        f"{model.parameter_summary()['total']:,}",
+    )
+    compare(parameter_facts(model), float(collective_timeout_s()))
+    return model
+
+
+def summary_path(exp: "DM05Exp") -> Path:
+    """Where a LoRA run says what it trains: in its own folder, unless the flag names a place."""
+    named = exp.model_config.lora_config.dump_trainable_path
+    flag = "--model-config.lora-config.dump-trainable-path"
+    if named == DM05LoraConfig().dump_trainable_path and not flag_was_given(flag):
+        return Path(exp.trainer_config.output_dir) / SUMMARY_FILE
+    return Path(named)
+
+
+def compare_ranks(run: Mapping[str, Any], hashes: Mapping[str, str]) -> None:
+    """Abort before weights are read if ranks were not started alike.
 
     Raises:
         EngineError: names the first difference; the same line on every rank.
     """
     facts = flat_facts("configuration", run["config"])
     facts |= {f"hash of the {name}": value for name, value in hashes.items()}
-    facts |= code_facts(PACKAGE, REPORTED_PACKAGES) | parameter_facts(model)
+    facts |= code_facts(PACKAGE, REPORTED_PACKAGES)
     compare(facts, float(collective_timeout_s()))
 
 
@@ -180,6 +226,7 @@ def choose_engine(exp: "DM05Exp", runtime: Runtime, device: torch.device) -> Eng
         strategy=trainer.fsdp_sharding_strategy,
         wrap_preset=trainer.fsdp_wrap,
         ranks_per_node=runtime.ranks_per_node,
+        frozen_as_loaded=bool(exp.use_lora),
     )
 
 
@@ -200,29 +247,3 @@ def on_rank_0(work: Callable[[], str]) -> str:
     if outcome[1] is not None:
         raise outcome[1]
     return outcome[0]
-
-
-def policy_layout(exp: "DM05Exp", stats_path: Path) -> PolicyLayout:
-    """What a policy must know of training to run it backwards."""
-    data = exp.data_config
-    info = data._dataset_info()  # noqa: SLF001 - the public hook of data configurations
-    profile = NormStatsFile.load(stats_path).select(info.get("robot_type"))
-    if "action" not in profile:
-        raise DataError(f"{stats_path} has no statistics of the action")
-    desc = info.get("state_desc")
-    return PolicyLayout(
-        dataset_name=data.dataset_name,
-        image_keys=list(info["image_keys"]),
-        image_prompts=list(info["image_prompts"]),
-        action_mode=data.action_mode.value,
-        state_desc=None if desc is None else [desc_value(part) for part in desc],
-        robot_type=info.get("robot_type"),
-        speed=info.get("speed"),
-        control_mode=info.get("control_mode"),
-        n_bins=data.n_bins,
-        add_state=data.add_state,
-        action_dim=len(profile["action"].mean),
-        chunk_size=exp.model_config.chunk_size,
-        max_length=exp.trainer_config.model_max_length,
-        prompt_layout=PROMPT_LAYOUT_VERSION,
-    )

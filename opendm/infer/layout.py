@@ -2,16 +2,20 @@
 
 import json
 import types
-from dataclasses import MISSING, asdict, dataclass, fields
+from dataclasses import MISSING, asdict, dataclass, fields, replace
 from os import PathLike
 from pathlib import Path
 from typing import Any, Final, get_args, get_origin
 
-from opendm.constants.robot import ActionMode
-from opendm.errors import CheckpointError
+from opendm.constants.robot import ROBOT_STATE_DESCS, ActionMode, RobotType, desc_value
+from opendm.errors import CheckpointError, DataError
 
 LAYOUT_FILE: Final = "opendm.json"
 FORMAT_VERSION: Final = 1
+ROBOT_FIELDS: Final = (
+    "image_keys", "image_prompts", "action_mode", "state_desc", "angle_dims", "action_dim",
+)  # fmt: skip
+"""What may differ between the robots of one checkpoint."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,12 +38,51 @@ class PolicyLayout:
     max_length: int
     state_desc: list[str] | None = None
     """``joint``, ``eef`` or ``gripper`` per dimension."""
+    angle_dims: list[int] | None = None
+    """Dimensions in radians whose differences go the short way round the circle."""
     robot_type: str | None = None
     speed: str | None = None
     control_mode: str | None = None
     prompt_layout: int = 1
     """Version of the prompt's format; other versions give other tokens."""
+    is_history: bool = False
+    """Whether the prompt has slots for earlier pictures of the first camera."""
+    max_history_images: int = 32
+    """Their number."""
+    robots: dict[str, dict[str, Any]] | None = None
+    """By robot type, the :data:`ROBOT_FIELDS` that differ; None for a checkpoint of one robot."""
     format_version: int = FORMAT_VERSION
+
+    def for_robot(self, robot_type: str | None) -> "PolicyLayout":
+        """This layout as it holds for one robot; None means the checkpoint's own.
+
+        A checkpoint without a table of robots serves its own robot, and others whose state is
+        known to have as many dimensions.
+
+        Raises:
+            DataError: the robot type is unknown; the message lists those that are known.
+        """
+        if robot_type is None or robot_type == self.robot_type:
+            robot_type = self.robot_type
+            own = (self.robots or {}).get(robot_type or "", {})
+            return replace(self, **own) if own else self
+        if robot_type in self.robot_types():
+            if self.robots is not None:
+                return replace(self, robot_type=robot_type, **self.robots[robot_type])
+            desc = [desc_value(part) for part in ROBOT_STATE_DESCS[RobotType(robot_type)]]
+            return replace(self, robot_type=robot_type, state_desc=desc)
+        raise DataError(
+            f"robot_type {robot_type!r:.60} is unknown to this checkpoint; allowed: "
+            f"{self.robot_types()}"
+        )
+
+    def robot_types(self) -> list[str]:
+        """Robot types that :meth:`for_robot` takes, sorted."""
+        names = set() if self.robot_type is None else {self.robot_type}
+        if self.robots is not None:
+            return sorted(names | set(self.robots))
+        same = {r.value for r, desc in ROBOT_STATE_DESCS.items() if len(desc) == self.action_dim}
+        return sorted(names | same)
 
     def save(self, folder: "str | PathLike[str]") -> None:
         """Write ``opendm.json`` into ``folder``."""
@@ -48,12 +91,13 @@ class PolicyLayout:
 
     @classmethod
     def load(cls, folder: "str | PathLike[str]") -> "PolicyLayout":
-        """Read the ``opendm.json`` of ``folder``; keys it does not know are left out.
+        """Read the ``opendm.json`` of ``folder``, or the file itself; unknown keys are left out.
 
         Raises:
             CheckpointError: the file is missing or broken; the message names file and key.
         """
-        path = Path(folder) / LAYOUT_FILE
+        path = Path(folder)
+        path = path if path.is_file() else path / LAYOUT_FILE
         values = _read_object(path)
         version = values.get("format_version")
         if version != FORMAT_VERSION:
@@ -69,6 +113,9 @@ class PolicyLayout:
                 raise CheckpointError(f"{path}: key {field.name!r} is missing")
         layout = cls(**known)
         _check_values(path, layout)
+        for robot, changes in (layout.robots or {}).items():
+            _check_robot(path, robot, changes)
+            _check_values(path, replace(layout, **changes))
         return layout
 
 
@@ -99,6 +146,11 @@ def _fits(value: Any, expected: Any) -> bool:
     if get_origin(expected) is list:
         (item,) = get_args(expected)
         return isinstance(value, list) and all(_fits(one, item) for one in value)
+    if get_origin(expected) is dict:
+        _, item = get_args(expected)
+        return isinstance(value, dict) and all(_fits(one, item) for one in value.values())
+    if expected is Any:
+        return True
     return isinstance(value, expected) and (expected is bool or not isinstance(value, bool))
 
 
@@ -113,6 +165,17 @@ def _check_values(path: Path, layout: PolicyLayout) -> None:
             f"{path}: key 'image_prompts' has {len(layout.image_prompts)} labels for "
             f"{len(layout.image_keys)} image_keys"
         )
-    for key in ("n_bins", "action_dim", "chunk_size", "max_length"):
+    for key in ("n_bins", "action_dim", "chunk_size", "max_length", "max_history_images"):
         if getattr(layout, key) < 1:
             raise CheckpointError(f"{path}: key {key!r} is {getattr(layout, key)}; expected >= 1")
+
+
+def _check_robot(path: Path, robot: str, changes: dict[str, Any]) -> None:
+    kinds = {field.name: field.type for field in fields(PolicyLayout)}
+    for key, value in changes.items():
+        if key not in ROBOT_FIELDS:
+            raise CheckpointError(
+                f"{path}: key 'robots[{robot!r}].{key}' is unknown; allowed: "
+                f"{', '.join(ROBOT_FIELDS)}"
+            )
+        _check_type(path, f"robots[{robot}].{key}", value, kinds[key])

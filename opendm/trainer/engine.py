@@ -125,7 +125,10 @@ class Engine:
             others = [parameter for parameter in own if parameter.dtype != torch.float32]
             unit = self._fsdp1_unit(unit, mesh, ignored=others)
             unit._ignored_params.clear()  # noqa: SLF001 - the unit around it would ignore them, too
-        return self._fsdp1_unit(unit, mesh)
+        sharded = self._fsdp1_unit(unit, mesh)
+        if own and sharded._handle is None:  # noqa: SLF001 - nothing public tells
+            raise EngineError("FSDP1 left out the frozen weights of a unit")
+        return sharded
 
     def _fsdp1_unit(
         self, unit: nn.Module, mesh: DeviceMesh, *, ignored: Sequence[nn.Parameter] = ()

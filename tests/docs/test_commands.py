@@ -19,7 +19,10 @@ REPOSITORY = Path(__file__).parents[2]
 PAGES = [*sorted(REPOSITORY.glob("README*.md")), *sorted((REPOSITORY / "docs").rglob("*.md"))]
 TRANSLATIONS = {
     "README.md": "README.zh-CN.md",
+    "docs/en/data.md": "docs/zh/data.md",
     "docs/en/dm05_finetuning.md": "docs/zh/dm05_finetuning.md",
+    "docs/en/dm05_inference.md": "docs/zh/dm05_inference.md",
+    "docs/en/dm05_libero_lora_training.md": "docs/zh/dm05_libero_lora_training.md",
     "docs/en/optimizer.md": "docs/zh/optimizer.md",
     "docs/en/reliability.md": "docs/zh/reliability.md",
 }

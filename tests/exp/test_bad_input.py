@@ -9,6 +9,7 @@ import pytest
 from opendm.exp.dm05_exp import DM05DataConfig, DM05Exp, parse, run
 from opendm.runtime import VALIDATE_ONLY_VARIABLE
 
+SERVE = ("--task", "inference", "--inference-config.port", "0")
 ASSETS = Path(__file__).parents[2] / "assets" / "demo"
 
 
@@ -47,9 +48,16 @@ def attempt(tiny_checkpoint, tmp_path, capsys):
         (["--optimizer-config.base-lr", "nan"], 2, "--optimizer-config.base-lr"),
         (["--data-config.jsonl-dir", "no/folder"], 3, "no/folder"),
         (["--optimizer-config.muon-momentum", "1"], 2, "muon-momentum 1.0 is out of range"),
-        (["--use-lora", "True"], 2, "not available yet"),
-        (["--task", "inference"], 2, "not available yet"),
-        (["--inference-config.backend", "fast"], 2, "not available yet"),
+        (["--use-lora", "True", "--model-config.lora-config.r", "0"], 2, "lora-config.r 0"),
+        (
+            ["--use-lora", "True", "--model-config.lora-config.target-modules", "q_porj"],
+            2,
+            "the nearest are: q_proj",
+        ),
+        ([*SERVE], 2, "opendm.json does not exist"),
+        ([*SERVE, "--inference-config.backend", "fast"], 2, "needs a GPU"),
+        ([*SERVE, "--inference-config.host", "0.0.0.0"], 2, "--inference-config.no-auth"),
+        (["--task", "inference", "--inference-config.port", "70000"], 2, "port 70000"),
     ],
 )
 def test_a_wrong_flag_is_named(attempt, flags, code, expected):

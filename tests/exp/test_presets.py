@@ -86,8 +86,6 @@ def test_a_preset_has_the_published_hyper_parameters(name):
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_a_preset_trains_two_steps_on_a_set_of_its_shape(name, tiny_checkpoint, tmp_path):
-    if name in LORA:
-        pytest.xfail("adapters are not available yet")
     exp, shape = preset(name), PRESETS[name]
     folder = write_robot_set(
         tmp_path / "set",

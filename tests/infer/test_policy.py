@@ -1,59 +1,31 @@
 import io
 import json
+from collections import Counter
 
 import numpy as np
 import pytest
 import torch
 from PIL import Image
+from service_kit import CHUNK, Q01, Q99, STATE, make_layout
 
+from opendm.constants.robot import desc_value
+from opendm.data.config import DM05DataConfig
 from opendm.data.normalize import NormStats, NormStatsFile
 from opendm.data.processor import load_processor
 from opendm.errors import CheckpointError, DataError
 from opendm.infer.config import DM05InferenceConfig
 from opendm.infer.layout import PolicyLayout
-from opendm.infer.policy import Observation, Policy
-from opendm.model.dm05.tiny import build_tiny_checkpoint
-
-STATE = (0.1, 0.6, 0.2, 1.0)
-CHUNK = 6
-Q01, Q99 = np.array([-0.1, -0.2, -0.3, 0.0]), np.array([0.3, 0.2, 0.5, 1.0])
+from opendm.infer.policy import Observation, Policy, PolicyOptions
 
 
-def make_layout(**changes):
-    fields = {
-        "dataset_name": "demo",
-        "image_keys": ["images_1", "images_2"],
-        "image_prompts": ["Corner", "Gripper"],
-        "action_mode": "relative",
-        "state_desc": ["eef", "eef", "eef", "gripper"],
-        "robot_type": "Sawyer",
-        "n_bins": 256,
-        "add_state": True,
-        "action_dim": 4,
-        "chunk_size": CHUNK,
-        "max_length": 256,
-    }
-    return PolicyLayout(**{**fields, **changes})
+@pytest.fixture
+def checkpoint(served_checkpoint):
+    return served_checkpoint
 
 
-def save_stats(folder):
-    state = NormStats(np.zeros(4), np.ones(4), np.array([-1.0, 0, 0, 0]), np.ones(4))
-    action = NormStats(np.zeros(4), np.ones(4), Q01, Q99)
-    profile = {"state": state, "action": action}
-    NormStatsFile({"Sawyer": profile}, "Sawyer").save(folder / "norm_stats.json")
-
-
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory):
-    folder = build_tiny_checkpoint(tmp_path_factory.mktemp("policy") / "tiny", ["Reach"])
-    make_layout().save(folder)
-    save_stats(folder)
-    return folder
-
-
-@pytest.fixture(scope="module")
-def policy(checkpoint):
-    return Policy.from_checkpoint(checkpoint)
+@pytest.fixture
+def policy(served_policy):
+    return served_policy
 
 
 def observation(seed=0, **changes):
@@ -86,7 +58,7 @@ def test_a_batch_equals_its_single_observations(policy):
         policy.act(one, num_steps=3, noise=start[None])
         for one, start in zip(observations, noise, strict=True)
     ]
-    np.testing.assert_allclose(batch, np.stack(singles), atol=1e-4)
+    np.testing.assert_allclose(batch, np.stack(singles), rtol=0, atol=1e-5)
     assert not np.allclose(batch[0], batch[1])
 
 
@@ -223,3 +195,147 @@ def test_defaults_are_those_of_the_public_framework():
     assert (config.port, config.diffusion_steps, config.output_action_dim) == (7891, 10, 14)
     assert config.image_prompts == ["Head", "Left wrist", "Right wrist"]
     assert config.fast_prefix_len is None
+
+
+def test_each_observation_of_a_batch_draws_from_its_own_generator(policy):
+    seen = {}
+    for others in ([], [2], [3, 4]):
+        seeds = [1, *others]
+        generators = [torch.Generator().manual_seed(seed) for seed in seeds]
+        observations = [observation(seed, prompt="Reach " * seed) for seed in seeds]
+        seen[len(seeds)] = policy.act_batch(observations, generators, num_steps=3)[0]
+    np.testing.assert_allclose(seen[2], seen[1], rtol=0, atol=1e-5)
+    np.testing.assert_allclose(seen[3], seen[1], rtol=0, atol=1e-5)
+
+
+def test_the_prefix_is_computed_once_whatever_the_number_of_steps(policy):
+    calls = Counter()
+    model = policy.model
+    parts = {
+        "vision": model.visual,
+        "text layer": model.language_model.layers[0],
+        "suffix layer": model.model.action_expert.layers[0],
+    }
+    hooks = [
+        part.register_forward_hook(lambda *_, name=name: calls.update([name]))
+        for name, part in parts.items()
+    ]
+    for steps in (1, 4):
+        calls.clear()
+        policy.act(observation(), num_steps=steps)
+        assert calls == {"vision": 1, "text layer": 1, "suffix layer": steps}
+    for hook in hooks:
+        hook.remove()
+
+
+def test_actions_can_be_clipped_to_what_training_saw(checkpoint, policy, monkeypatch):
+    clipping = Policy(
+        policy.model, policy.processor, policy.layout, policy.norm_stats,
+        PolicyOptions(clip_actions=True),
+    )  # fmt: skip
+
+    def large(**kwargs):
+        signs = torch.tensor([1.0, -1.0]).repeat(CHUNK // 2)[None, :, None]
+        return (3 * signs).expand(len(kwargs["input_ids"]), -1, 32)
+
+    monkeypatch.setattr(policy.model, "inference_action", large)
+    base = np.array([*STATE[:3], 0])
+    actions = clipping.act(observation()) - base
+    np.testing.assert_allclose(actions[0], Q99, atol=1e-6)
+    np.testing.assert_allclose(actions[1], Q01, atol=1e-6)
+    free = policy.act(observation()) - base
+    assert (free[0] > Q99).all()
+    assert (free[1] < Q01).all()
+
+
+def robots_policy(policy):
+    """Two robots that differ in everything that may differ."""
+    table = {
+        "Sawyer": {},
+        "Arm": {
+            "image_keys": ["front"], "image_prompts": ["Front"], "action_mode": "absolute",
+            "state_desc": ["joint"] * 3, "action_dim": 3,
+        },
+    }  # fmt: skip
+    three = NormStats(*(np.full(3, value) for value in (0.0, 1.0, -1.0, 1.0)))
+    profiles = {**policy.norm_stats.profiles, "Arm": {"state": three, "action": three}}
+    return Policy(
+        policy.model, policy.processor, make_layout(robots=table),
+        NormStatsFile(profiles, "Sawyer"),
+    )  # fmt: skip
+
+
+def test_a_checkpoint_of_several_robots_acts_for_each_as_if_alone(policy, tmp_path):
+    both = robots_policy(policy)
+    layout_of_arm = make_layout(
+        image_keys=["front"], image_prompts=["Front"], action_mode="absolute",
+        state_desc=["joint"] * 3, action_dim=3, robot_type="Arm",
+    )  # fmt: skip
+    alone = Policy(policy.model, policy.processor, layout_of_arm, both.norm_stats)
+    front = observation(5).images["images_1"]
+    arm = Observation((0.1, 0.2, 0.3), {"front": front}, "Reach", robot_type="Arm")
+    noise = policy.noise_for([1, 2])
+    prepared = [both.prepare(arm), both.prepare(observation())]
+    mixed = both.act_prepared(prepared, num_steps=2, noise=noise)
+    assert [chunk.shape for chunk in mixed] == [(CHUNK, 3), (CHUNK, 4)]
+    np.testing.assert_allclose(
+        mixed[0], alone.act(arm, num_steps=2, noise=noise[:1]), rtol=0, atol=1e-5
+    )
+    np.testing.assert_allclose(
+        mixed[1], policy.act(observation(), num_steps=2, noise=noise[1:]), rtol=0, atol=1e-5
+    )
+    with pytest.raises(DataError, match=r"robot_type 'Leg' is unknown .*\['Arm', 'Sawyer'\]"):
+        both.prepare(observation(robot_type="Leg"))
+    both.layout.save(tmp_path)
+    assert PolicyLayout.load(tmp_path) == both.layout
+
+
+def test_history_is_taken_where_the_checkpoint_has_it_and_changes_the_actions(policy):
+    layout = make_layout(is_history=True, max_history_images=2, max_length=400)
+    remembering = Policy(policy.model, policy.processor, layout, policy.norm_stats)
+    noise = policy.noise_for([0])
+    past = list(observation(9).images.values())
+    results = [
+        remembering.act(observation(history_images=past[:n]), num_steps=2, noise=noise)
+        for n in (0, 1, 2)
+    ]
+    assert not np.allclose(results[0], results[1])
+    assert not np.allclose(results[1], results[2])
+    pair = [observation(history_images=past[:n]) for n in (0, 2)]
+    batch = remembering.act_batch(pair, num_steps=2, noise=noise.repeat(2, 1, 1))
+    np.testing.assert_allclose(batch, [results[0], results[2]], rtol=0, atol=1e-5)
+    with pytest.raises(DataError, match="trained without history"):
+        policy.act(observation(history_images=past))
+    with pytest.raises(DataError, match="3 history images for 2 slots"):
+        remembering.act(observation(history_images=[*past, past[0]]))
+
+
+def test_a_training_frame_is_read_alike_by_both_pipelines(checkpoint, tmp_path):
+    """Tokens, pixels and state of the demo's frame, from training without augmentation."""
+    data = DM05DataConfig(norm_stats_root=str(tmp_path))
+    stats = data.compute_norm_stats(CHUNK)
+    info = data._dataset_info()
+    layout = make_layout(
+        image_keys=list(info["image_keys"]), image_prompts=list(info["image_prompts"]),
+        state_desc=[desc_value(part) for part in info["state_desc"]],
+        robot_type=info["robot_type"], speed=info.get("speed"),
+        control_mode=info.get("control_mode"), max_length=512,
+    )  # fmt: skip
+    layout.save(tmp_path)
+    acting = Policy.from_checkpoint(
+        checkpoint, layout_file=tmp_path / "opendm.json", norm_stats_file=stats
+    )
+    transforms = data.build_transforms(acting.processor, CHUNK, 512, augment=False)
+    frame = {}
+
+    def keep(sample):
+        frame.update(sample)
+        return sample
+
+    transforms.transforms.insert(2, keep)  # states as recorded, pictures as decoded
+    trained = data.split_dataset(transforms, "train")[7]
+    pictures = dict(zip(info["image_keys"], frame["images"], strict=True))
+    prepared = acting.prepare(Observation(frame["state"], pictures, frame["prompt"]))
+    for key in ("input_ids", "attention_mask", "token_type_ids", "pixel_values"):
+        assert torch.equal(prepared.inputs[key], trained[key]), key
+    np.testing.assert_array_equal(prepared.state, frame["state"])

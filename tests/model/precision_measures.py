@@ -14,7 +14,7 @@ from reference import Reference
 
 from opendm.model.dm05.precision import dm05_autocast
 from opendm.optimizer.config import DM05OptimizerConfig
-from opendm.trainer.engine import store_in_fp32
+from opendm.trainer.materialize import materialize
 
 CPU = torch.device("cpu")
 PROMPT = ("input_ids", "attention_mask", "token_type_ids", "pixel_values")
@@ -108,7 +108,7 @@ def unmoved_by_storage(checkpoint, batch, lr):
     fractions["bfloat16, no float32 copy"] = unmoved(stored, batch, lr=lr, autocast=True)
     for policy, load in (("bf16_mixed", BFLOAT16), ("fp32_mixed", FLOAT32)):
         model = Case(policy, load, load, autocast=True).model(checkpoint)
-        store_in_fp32(model.parameters(), frozen_too=False)
+        materialize(model.modules(), torch.device("cpu"), frozen_too=False)
         fractions[f"{policy}, as every engine stores it"] = unmoved(
             model, batch, lr=lr, autocast=True
         )

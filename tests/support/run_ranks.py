@@ -46,13 +46,15 @@ def experiment(tiny, folder, **changes):
 class Ranks:
     """Processes of one run, whose exit codes can be waited for.
 
-    Before the run each calls ``prepare(rank)``, a function that forked processes can import.
+    ``exp`` may be a list, one experiment by rank. Before the run each calls ``prepare(rank)``, a
+    function that forked processes can import.
     """
 
     def __init__(self, exp, world_size, tmp_path, prepare=None):
         store = tmp_path / f"store-{random.getrandbits(40)}"
+        exps = exp if isinstance(exp, list) else [exp] * world_size
         self.processes = [
-            CONTEXT.Process(target=_rank, args=(exp, rank, world_size, str(store), prepare))
+            CONTEXT.Process(target=_rank, args=(exps[rank], rank, world_size, str(store), prepare))
             for rank in range(world_size)
         ]
         for process in self.processes:

@@ -8,7 +8,7 @@ afterwards; and nothing is counted twice. What is not recognised goes through th
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -16,7 +16,9 @@ import torch
 from jaxtyping import Float
 from PIL import Image
 from torch import Tensor
-from transformers import Gemma3ImageProcessor, Gemma3Processor, PreTrainedTokenizerFast
+
+if TYPE_CHECKING:
+    from transformers import Gemma3Processor
 
 logger = logging.getLogger(__name__)
 
@@ -109,7 +111,7 @@ def _encode_slowly(processor: Any, messages: Messages) -> Inputs:
 
 
 def _encode_fast(
-    processor: Gemma3Processor,
+    processor: "Gemma3Processor",
     messages: Messages,
     images: Sequence[Image.Image],
     tokens: ImageTokens,
@@ -131,12 +133,14 @@ def _encode_fast(
     }
 
 
-def image_tokens(processor: Gemma3Processor) -> ImageTokens | None:
+def image_tokens(processor: "Gemma3Processor") -> ImageTokens | None:
     """The tokens of a picture; None where they are not added tokens that nothing else touches.
 
     A tokenizer cuts the text at added tokens before anything else, so the text on either side of
     them has the same tokens whatever stands between them.
     """
+    from transformers import PreTrainedTokenizerFast
+
     tokenizer = processor.tokenizer
     if not isinstance(tokenizer, PreTrainedTokenizerFast):
         return None
@@ -164,11 +168,15 @@ def _insert_image_tokens(ids: Sequence[int], tokens: ImageTokens) -> list[int]:
 
 
 def _is_plain(processor: Any, images: Sequence[Image.Image]) -> bool:
+    from transformers import Gemma3Processor
+
     return type(processor) is Gemma3Processor and _only_scales(processor.image_processor, images)
 
 
 def _only_scales(image_processor: Any, images: Sequence[Image.Image]) -> bool:
     """Whether all that happens to these pictures is that 0 .. 255 become -1 .. 1."""
+    from transformers import Gemma3ImageProcessor
+
     if type(image_processor) is not Gemma3ImageProcessor or image_processor.do_pan_and_scan:
         return False
     moments = [*image_processor.image_mean, *image_processor.image_std]

@@ -37,6 +37,18 @@ def adaptive_rms_norm(
     return (normed * (1.0 + scale) + shift).to(hidden.dtype), gate.to(hidden.dtype)
 
 
+def behind_prefix(
+    prefix: Float[Tensor, "S K L E"], own: Float[Tensor, "B K T E"]
+) -> Float[Tensor, "B K L_plus_T E"]:
+    """Keys or values of S observations before those of their B / S draws each.
+
+    The prefix is copied once, where keys are joined anyway; its gradient is the sum over draws.
+    """
+    own = own.unflatten(0, (prefix.shape[0], -1))
+    shared = prefix.to(own.dtype)[:, None].expand(-1, own.shape[1], -1, -1, -1)
+    return torch.cat([shared, own], dim=3).flatten(0, 1)
+
+
 class ActionExpertLayer(modeling_gemma3.Gemma3DecoderLayer):
     """One layer; ``input_layernorm`` and ``pre_feedforward_layernorm`` lend only their eps."""
 
@@ -60,8 +72,7 @@ class ActionExpertLayer(modeling_gemma3.Gemma3DecoderLayer):
         key = attention.k_norm(attention.k_proj(normed).view(heads).transpose(1, 2))
         value = attention.v_proj(normed).view(heads).transpose(1, 2)
         query, key = self.rotate(query, key, *rotary)
-        key = torch.cat([prefix_key.to(key.dtype), key], dim=2)
-        value = torch.cat([prefix_value.to(value.dtype), value], dim=2)
+        key, value = behind_prefix(prefix_key, key), behind_prefix(prefix_value, value)
         mixed = ATTENTION[backend](query, key, value, mask, attention.scaling)
         mixed = attention.o_proj(mixed.transpose(1, 2).flatten(2))
         hidden = hidden + self.post_attention_layernorm(mixed) * gate
@@ -121,7 +132,8 @@ class DM05ActionExpert(nn.Module):
             attention_mask: additive, 0 where seen; None sees everything. When it is longer than
                 the keys, its last columns count.
             position_ids: ``[B, T]``, going on after the visible prefix.
-            prefix_cache_keys: one ``[B, K, L, E]`` a layer, with rotary embedding applied.
+            prefix_cache_keys: one ``[S, K, L, E]`` a layer, with rotary embedding applied; each of
+                its S rows serves B / S consecutive rows of the suffix.
             prefix_cache_values: likewise.
             adarms_cond: the time condition.
         """
@@ -156,5 +168,5 @@ class DM05ActionExpert(nn.Module):
         final = self._condition(self.final_time_modulator, adarms_cond)
         return adaptive_rms_norm(hidden, final, self.norm.eps)[0]
 
-    def _condition(self, modulator: nn.Linear, condition: Condition) -> Tensor:
+    def _condition(self, modulator: nn.Module, condition: Condition) -> Tensor:
         return conditioning_linear(condition, modulator, self.precision_policy)

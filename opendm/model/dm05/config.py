@@ -13,6 +13,7 @@ from opendm.constants.precision import (
 )
 from opendm.errors import CheckpointError, ConfigError
 from opendm.flags import choice_flag
+from opendm.model.dm05.adapter_folder import check_base, find_base, is_adapter, weights_hash
 from opendm.model.dm05.dm05_lora import DM05LoraConfig
 from opendm.runtime import flag_was_given
 
@@ -49,6 +50,8 @@ class DM05ModelConfig:
     """Recompute activations of text model and vision tower in the backward pass."""
     ae_gradient_checkpointing: bool = True
     """Recompute activations of the Action Expert in the backward pass."""
+    num_noise_samples: int = 1
+    """Draws of noise and time per observation in training; they share one pass over the prefix."""
     lora_config: DM05LoraConfig = field(default_factory=DM05LoraConfig)
     """Low-rank adaptation."""
 
@@ -58,8 +61,11 @@ class DM05ModelConfig:
         half = self.bf16 and self.precision_policy == BF16_MIXED_PRECISION_POLICY
         return COMPUTE_DTYPE if half else MODEL_DTYPE
 
-    def validate(self) -> None:
+    def validate(self, *, use_lora: bool = False) -> None:
         """Check sizes, names and that the checkpoint exists.
+
+        Args:
+            use_lora: whether adapters train; only then may the checkpoint be an adapter.
 
         Raises:
             ConfigError: names the flag, what was given and what is allowed.
@@ -68,23 +74,80 @@ class DM05ModelConfig:
             raise ConfigError(
                 f"--model-config.chunk-size {self.chunk_size} is too small; give at least 1"
             )
+        if self.num_noise_samples < 1:
+            raise ConfigError(
+                f"--model-config.num-noise-samples {self.num_noise_samples} is too small; give at "
+                "least 1"
+            )
         if self.precision_policy not in PRECISION_POLICIES:
             raise ConfigError(
                 f"--model-config.precision-policy {self.precision_policy!r} is unknown; allowed: "
                 f"{', '.join(PRECISION_POLICIES)}"
             )
-        folder = Path(self.model_name_or_path or "")
+        if use_lora:
+            self.lora_config.validate()
+        elif is_adapter(self.model_name_or_path or ""):
+            raise ConfigError(
+                f"--model-config.model-name-or-path {self.model_name_or_path} is a LoRA adapter; "
+                "--use-lora True goes on training it, and `opendm merge --adapter "
+                f"{self.model_name_or_path} --output FOLDER` makes a full checkpoint of it"
+            )
+        folder = self.base_folder(use_lora=use_lora)
         if not self.model_name_or_path or not (folder / "config.json").is_file():
             raise CheckpointError(
                 f"--model-config.model-name-or-path {self.model_name_or_path!r} is not a "
                 "checkpoint folder (no config.json there); download a released checkpoint, or "
                 "make a tiny one with `opendm tiny-checkpoint`"
             )
-        if (folder / "adapter_config.json").is_file():
-            raise ConfigError(f"{folder} is a LoRA adapter; adapters are not available yet")
 
-    def build_model(self, *, use_lora: bool = False) -> "DM05ForConditionalGeneration":
-        """Load the checkpoint and apply every option of this block, for training."""
+    def base_folder(self, *, use_lora: bool) -> Path:
+        """Folder of the full checkpoint: ``model_name_or_path``, or the base of that adapter.
+
+        Raises:
+            CheckpointError: the base of an adapter is not where it was.
+        """
+        folder, moved_to = Path(self.model_name_or_path or ""), self.lora_config.base_model
+        if not use_lora:
+            return folder
+        return find_base(folder, moved_to) if is_adapter(folder) else Path(moved_to or folder)
+
+    def processor_folder(self, *, use_lora: bool) -> Path:
+        """Folder of the processor: the adapter's own where it has one."""
+        folder = Path(self.model_name_or_path or "")
+        has_own = (folder / "tokenizer_config.json").is_file()
+        return folder if has_own else self.base_folder(use_lora=use_lora)
+
+    def checked_base_hash(self, resume_from: Path | None) -> str:
+        """SHA-256 of an adapter's base, which is the one that the adapters to go on with name.
+
+        Raises:
+            CheckpointError: it is another.
+        """
+        base = self.base_folder(use_lora=True)
+        sha256 = weights_hash(base)
+        for adapter in (Path(self.model_name_or_path or ""), resume_from):
+            if adapter is not None and is_adapter(adapter):
+                check_base(adapter, base, sha256)
+        return sha256
+
+    def build_model(
+        self,
+        *,
+        use_lora: bool = False,
+        read_from: Path | None = None,
+        on_meta: bool = False,
+        lora_seed: int = 0,
+        base_sha256: str | None = None,
+    ) -> "DM05ForConditionalGeneration":
+        """Load the checkpoint and apply every option of this block, for training.
+
+        Args:
+            use_lora: train low-rank adapters.
+            read_from: folder of the weights, where it is not ``model_name_or_path``.
+            on_meta: read no weights; they stay on the meta device, for another rank's to come.
+            lora_seed: of an adapter's first values.
+            base_sha256: hash of an adapter's base, where it is known already.
+        """
         import torch
 
         from opendm.model.dm05 import checkpoint_files
@@ -92,13 +155,16 @@ class DM05ModelConfig:
         from opendm.model.dm05.liger import use_liger_kernels
         from opendm.model.dm05.precision import configure_fp32_precision_runtime
 
-        if use_lora:
-            raise ConfigError("--use-lora is not available yet; train the full model")
-        path = str(self.model_name_or_path)
-        config = checkpoint_files.load_config(path)
+        base = self.base_folder(use_lora=use_lora)
+        config = checkpoint_files.load_config(base)
         config.chunk_size = self.chunk_size
         dtype = getattr(torch, self.export_dtype)
-        model = DM05ForConditionalGeneration.from_pretrained(path, config=config, dtype=dtype)
+        if on_meta:
+            model = checkpoint_files.skeleton(DM05ForConditionalGeneration, config, dtype)
+        else:
+            folder = base if use_lora else read_from or base
+            model = DM05ForConditionalGeneration.from_pretrained(folder, config=config, dtype=dtype)
+        model.num_noise_samples = self.num_noise_samples
         model.set_precision_policy(self.precision_policy)
         device = "cuda" if torch.cuda.is_available() else "cpu"
         model.set_attention_implementation(
@@ -120,7 +186,29 @@ class DM05ModelConfig:
             use_liger_kernels(model, device, named=named)
         if self.precision_policy == FP32_MIXED_PRECISION_POLICY:
             configure_fp32_precision_runtime()
+        if use_lora:
+            start = read_from or Path(str(self.model_name_or_path))
+            self._add_adapter(model, base, start, lora_seed, base_sha256, on_meta=on_meta)
         return model
+
+    def _add_adapter(
+        self,
+        model: "DM05ForConditionalGeneration",
+        base: Path,
+        start: Path,
+        seed: int,
+        base_sha256: str | None,
+        *,
+        on_meta: bool,
+    ) -> None:
+        """Put a new adapter in, or the one in ``start`` where that holds one."""
+        from opendm.model.dm05 import lora
+
+        lora.add_adapter(model, self.lora_config, base, seed=seed, base_sha256=base_sha256)
+        if is_adapter(start):
+            lora.check_same_adapter(model, start)
+            if not on_meta:
+                lora.load_adapter(model, start)
 
     def _named_backends(self) -> frozenset[str]:
         defaults = {item.name: item.default for item in fields(DM05ModelConfig)}

@@ -15,8 +15,9 @@ from transformers.utils.generic import ModelOutput
 
 from opendm.constants.precision import FP32_MIXED_PRECISION_POLICY
 from opendm.model.base import DMPreTrainedModel
-from opendm.model.dm05 import checkpoint_files
+from opendm.model.dm05 import checkpoint_files, lora_files
 from opendm.model.dm05.action_expert import DM05ActionExpert
+from opendm.model.dm05.adapter_folder import Adapter
 from opendm.model.dm05.attention import Machine, resolve_backend
 from opendm.model.dm05.configuration import DM05Config
 from opendm.model.dm05.flow_matching import (
@@ -68,6 +69,9 @@ class DM05ForConditionalGeneration(DMPreTrainedModel, GenerationMixin):
         super().__init__(config)
         self.model = DM05Model(config)
         self.carried_tensors: dict[str, Tensor] = {}
+        self.adapter: Adapter | None = None
+        self.num_noise_samples = 1
+        """Draws of noise and time per observation in training; a runtime option, in no file."""
         self.set_precision_policy(config.precision_policy)
         self.post_init()
         self._init_modulators()
@@ -118,6 +122,8 @@ class DM05ForConditionalGeneration(DMPreTrainedModel, GenerationMixin):
             history_mask: true on history tokens.
             noise: end point of the flow; drawn when absent.
             time: one per sample, 1 is noise; drawn when absent.
+                Where neither is given, training mode averages over ``num_noise_samples`` draws of
+                both; evaluation takes the first alone, so that its losses compare between runs.
             sample_seed: what noise and time are drawn from, so that a sample's draw depends on
                 neither rank nor batch; without it they come from torch's global generator.
         """
@@ -126,7 +132,11 @@ class DM05ForConditionalGeneration(DMPreTrainedModel, GenerationMixin):
             raise ValueError("forward() computes the training loss and needs `action` [B, T, A]")
         if self.precision_policy == FP32_MIXED_PRECISION_POLICY:
             action = action.float()
-        noise, time = self._noise_and_time(action, noise, time, sample_seed)
+        num_draws = self.num_noise_samples if self.training and noise is time is None else 1
+        if action_mask is not None:
+            action_mask = action_mask.bool().expand_as(action).repeat_interleave(num_draws, dim=0)
+        action = action.repeat_interleave(num_draws, dim=0)
+        noise, time = self._noise_and_time(action, noise, time, sample_seed, num_draws)
         prefix = self.model.prefix(
             input_ids,
             attention_mask,
@@ -137,11 +147,11 @@ class DM05ForConditionalGeneration(DMPreTrainedModel, GenerationMixin):
         )
         x_t = noisy_actions(action, noise, time)
         if action_mask is not None:
-            action_mask = action_mask.bool().expand_as(action)
             x_t = torch.where(real_dimensions(action_mask), x_t, 0.0)
         velocity = self.model.velocity(x_t, time, prefix)
         target = velocity_target(action, noise)
-        per_sample = masked_flow_matching_loss(velocity, target, action_mask)
+        per_draw = masked_flow_matching_loss(velocity, target, action_mask)
+        per_sample = per_draw.unflatten(0, (-1, num_draws)).mean(dim=1)
         loss = per_sample.mean()
         return DM05Output(loss=loss, fm_loss=loss.detach(), per_sample_loss=per_sample.detach())
 
@@ -202,10 +212,13 @@ class DM05ForConditionalGeneration(DMPreTrainedModel, GenerationMixin):
         noise: Actions | None,
         time: Time | None,
         sample_seed: Tensor | None,
+        num_draws: int,
     ) -> tuple[Actions, Time]:
         batch, num_steps, action_dim = action.shape
         if sample_seed is not None and (noise is None or time is None):
-            drawn_noise, drawn_time = draw_noise_and_time(sample_seed, num_steps, action_dim)
+            drawn_noise, drawn_time = draw_noise_and_time(
+                sample_seed, num_steps, action_dim, num_draws
+            )
             noise = drawn_noise if noise is None else noise
             time = drawn_time if time is None else time
         noise = torch.randn_like(action, dtype=torch.float32) if noise is None else noise
@@ -359,8 +372,20 @@ class DM05ForConditionalGeneration(DMPreTrainedModel, GenerationMixin):
         dtype: torch.dtype | None = None,
         **_kwargs: Any,
     ) -> None:
-        """Write ``config.json`` and one ``model.safetensors`` with the released tensor names."""
-        checkpoint_files.save(self, save_directory, state_dict=state_dict, dtype=dtype)
+        """Write ``config.json`` and one ``model.safetensors`` with the released tensor names.
+
+        A model with an adapter writes the adapter instead, in PEFT's form and in float32.
+        """
+        if self.adapter is None:
+            checkpoint_files.save(self, save_directory, state_dict=state_dict, dtype=dtype)
+            return
+        folder = checkpoint_files.write_config(self, save_directory, dtype or self.dtype)
+        lora_files.write_adapter(folder, self.adapter, state_dict or self.state_dict())
+
+    @property
+    def exported_names(self) -> frozenset[str] | None:
+        """The weights that ``save_pretrained`` writes; None for all of them."""
+        return None if self.adapter is None else self.adapter.names
 
 
 AutoModelForCausalLM.register(DM05Config, DM05ForConditionalGeneration)

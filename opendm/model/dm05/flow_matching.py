@@ -31,18 +31,20 @@ def training_time(uniform: Float[Tensor, " B"]) -> Time:
 
 
 def draw_noise_and_time(
-    sample_seed: Int[Tensor, " B"], num_steps: int, action_dim: int
+    sample_seed: Int[Tensor, " S"], num_steps: int, action_dim: int, num_draws: int = 1
 ) -> tuple[Actions, Time]:
-    """Noise ``[B, T, A]`` and times ``[B]``, each sample's from its own seed, on the CPU.
+    """Noise ``[B, T, A]`` and times ``[B]`` on the CPU, ``num_draws`` rows after another per seed.
 
-    A sample's draw depends on nothing but its seed: neither rank, nor batch, nor device. Torch's
-    CPU generator reads the low 32 bits of a seed, so these must differ between samples.
+    Draw m of a sample depends on nothing but the sample's seed and m: neither rank, nor batch, nor
+    device, nor how many draws follow. Torch's CPU generator reads the low 32 bits of a seed, so
+    these must differ between samples.
     """
     noises, uniforms = [], []
     for seed in sample_seed.tolist():
         generator = torch.Generator().manual_seed(seed)
-        noises.append(torch.randn(num_steps, action_dim, generator=generator))
-        uniforms.append(torch.rand(1, generator=generator, dtype=torch.float64))
+        for _ in range(num_draws):
+            noises.append(torch.randn(num_steps, action_dim, generator=generator))
+            uniforms.append(torch.rand(1, generator=generator, dtype=torch.float64))
     return torch.stack(noises), training_time(torch.cat(uniforms)).float()
 
 

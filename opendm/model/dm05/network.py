@@ -105,15 +105,20 @@ class DM05Model(DMPreTrainedModel):
         return F.silu(conditioning_linear(inner, self.time_mlp_out, policy))
 
     def velocity(self, x_t: Actions, time: Time, prefix: Prefix) -> Actions:
-        """The field that the sampler integrates, float32."""
+        """The field that the sampler integrates, float32.
+
+        ``x_t`` has one row or several consecutive ones per observation of the prefix.
+        """
         expert_weight = self.action_expert.layers[0].self_attn.q_proj.weight
         embeds = linear_fp32(x_t, self.action_in_proj)
         embeds = embeds.to(residual_dtype(expert_weight, self.precision_policy))
         num_steps = x_t.shape[1]
+        num_draws = x_t.shape[0] // prefix.visible.shape[0]
+        visible = prefix.visible.repeat_interleave(num_draws, dim=0)
         hidden = self.action_expert(
             suffix_embeds=embeds,
-            attention_mask=additive(suffix_visibility(prefix.visible, num_steps), torch.float32),
-            position_ids=suffix_positions(prefix.visible, num_steps),
+            attention_mask=additive(suffix_visibility(visible, num_steps), torch.float32),
+            position_ids=suffix_positions(visible, num_steps),
             prefix_cache_keys=prefix.keys,
             prefix_cache_values=prefix.values,
             adarms_cond=self.time_condition(time),

@@ -30,15 +30,15 @@ def check_policy(policy: str) -> str:
     return policy
 
 
-def linear_fp32(x: Float[Tensor, "*batch i"], linear: nn.Linear) -> Float[Tensor, "*batch o"]:
-    """Apply ``linear`` in float32, unaffected by autocast."""
+def linear_fp32(x: Float[Tensor, "*batch i"], linear: nn.Module) -> Float[Tensor, "*batch o"]:
+    """Apply a linear layer, or the copy of one that trains, in float32 outside autocast."""
     with torch.autocast(x.device.type, enabled=False):
         bias = None if linear.bias is None else linear.bias.float()
         return F.linear(x.float(), linear.weight.float(), bias)
 
 
 def conditioning_linear(
-    x: Float[Tensor, "*batch i"], linear: nn.Linear, policy: str
+    x: Float[Tensor, "*batch i"], linear: nn.Module, policy: str
 ) -> Float[Tensor, "*batch o"]:
     """The time condition's layers: float32 under ``fp32_mixed``, else the weight's dtype."""
     if policy == FP32_MIXED_PRECISION_POLICY:

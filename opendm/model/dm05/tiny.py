@@ -7,6 +7,7 @@ what differs is sizes. The demo trains it, and tests use it wherever they need a
 import itertools
 import math
 from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
@@ -31,6 +32,20 @@ IMAGE_SIZE: Final = 112
 PATCH_SIZE: Final = 14
 TOKENS_PER_IMAGE: Final = 16
 VOCAB_SIZE: Final = 768
+
+
+@dataclass(frozen=True, slots=True)
+class ImageSizes:
+    """Pictures as the tiny model sees them, in pixels, and what it makes of one."""
+
+    picture: int = IMAGE_SIZE
+    patch: int = PATCH_SIZE
+    tokens: int = TOKENS_PER_IMAGE
+    """Soft tokens of a picture: the square of a divisor of its patches per side."""
+
+
+SIZES: Final = {"demo": ImageSizes(), "sim": ImageSizes(picture=96, patch=12)}
+"""``sim`` is for pictures of a simulator that are rendered at 96 pixels."""
 
 # The first ids are those of released tokenizers (padding, end, begin, unknown, ..., history).
 RESERVED: Final = (
@@ -103,23 +118,30 @@ def train_tokenizer(texts: Iterable[str]) -> PreTrainedTokenizerFast:
     )
 
 
-def build_processor(prompts: Iterable[str]) -> Gemma3Processor:
-    """The Gemma 3 processor of the tiny checkpoint, its tokenizer trained on ``prompts``."""
+def build_processor(
+    prompts: Iterable[str], images: ImageSizes = SIZES["demo"], more_text: Iterable[str] = ()
+) -> Gemma3Processor:
+    """The Gemma 3 processor of the tiny checkpoint, its tokenizer trained on the texts."""
     digits = " ".join(str(number) for number in range(256))
     layout = [f"Overall speed: 0.5\nTask: {prompt}.\nHead image: States: " for prompt in prompts]
     image_processor = Gemma3ImageProcessor(
-        size={"height": IMAGE_SIZE, "width": IMAGE_SIZE}, do_pan_and_scan=False
+        size={"height": images.picture, "width": images.picture}, do_pan_and_scan=False
     )
     return Gemma3Processor(
         image_processor=image_processor,
-        tokenizer=train_tokenizer([digits, "user\nmodel\n", *layout]),
+        tokenizer=train_tokenizer([digits, "user\nmodel\n", *layout, *more_text]),
         chat_template=CHAT_TEMPLATE,
-        image_seq_length=TOKENS_PER_IMAGE,
+        image_seq_length=images.tokens,
     )
 
 
 def tiny_config(
-    vocab_size: int, *, chunk_size: int = 50, num_layers: int = 4, hidden_size: int = 128
+    vocab_size: int,
+    *,
+    chunk_size: int = 50,
+    num_layers: int = 4,
+    hidden_size: int = 128,
+    images: ImageSizes = SIZES["demo"],
 ) -> DM05Config:
     """Sizes of the tiny model: every kind of layer of the released one, in miniature."""
     kinds = itertools.cycle(("sliding_attention", "full_attention"))
@@ -149,15 +171,15 @@ def tiny_config(
         "intermediate_size": 4 * hidden_size,
         "num_hidden_layers": num_layers,
         "num_attention_heads": 4,
-        "image_size": IMAGE_SIZE,
-        "patch_size": PATCH_SIZE,
+        "image_size": images.picture,
+        "patch_size": images.patch,
         "vision_use_head": False,
     }
     return DM05Config(
         vlm_config={
             "text_config": text,
             "vision_config": vision,
-            "mm_tokens_per_image": TOKENS_PER_IMAGE,
+            "mm_tokens_per_image": images.tokens,
             "boi_token_index": RESERVED.index("<start_of_image>"),
             "eoi_token_index": RESERVED.index("<end_of_image>"),
             "image_token_index": RESERVED.index("<image_soft_token>"),
@@ -191,11 +213,20 @@ def random_model(config: DM05Config, seed: int = 0) -> DM05ForConditionalGenerat
 
 
 def build_tiny_checkpoint(
-    folder: Path, prompts: Iterable[str], *, chunk_size: int = 50, seed: int = 0
+    folder: Path,
+    prompts: Iterable[str],
+    *,
+    chunk_size: int = 50,
+    seed: int = 0,
+    images: ImageSizes = SIZES["demo"],
+    more_text: Iterable[str] = (),
 ) -> Path:
-    """Write the tiny checkpoint into ``folder`` (float32 weights) and return the folder."""
-    processor = build_processor(prompts)
-    config = tiny_config(len(processor.tokenizer), chunk_size=chunk_size)
+    """Write the tiny checkpoint into ``folder`` (float32 weights) and return the folder.
+
+    ``more_text`` is what else the tokenizer shall know: whole words make shorter prompts.
+    """
+    processor = build_processor(prompts, images, more_text)
+    config = tiny_config(len(processor.tokenizer), chunk_size=chunk_size, images=images)
     model = random_model(config, seed)
     model.save_pretrained(folder, dtype=torch.float32)
     processor.save_pretrained(folder)

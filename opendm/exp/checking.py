@@ -1,0 +1,68 @@
+"""The check of an experiment: as the task ``check``, and in short form before every training."""
+
+import logging
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import transformers
+
+from opendm.check.problem import Problem
+from opendm.check.report import CheckReport
+from opendm.check.run import CheckedRun, check, check_briefly
+from opendm.errors import ConfigError, DataError
+
+if TYPE_CHECKING:
+    from opendm.exp.dm05_exp import DM05Exp
+
+logger = logging.getLogger(__name__)
+
+
+def checked_run(exp: "DM05Exp", world_size: int) -> CheckedRun:
+    """The parts of an experiment that the check reads."""
+    return CheckedRun(
+        exp.data_config, exp.model_config, exp.trainer_config, world_size, bool(exp.use_lora)
+    )
+
+
+def check_experiment(exp: "DM05Exp", world_size: int = 1) -> None:
+    """Print all findings, and write them as JSON where that was asked for.
+
+    Raises:
+        DataError: there are errors, or in strict mode warnings.
+        ConfigError: the JSON file cannot be written.
+    """
+    transformers.logging.set_verbosity_error()
+    report = check(checked_run(exp, world_size), exp.check_config)
+    print(report.text())
+    if exp.check_config.json_path:
+        path = Path(exp.check_config.json_path)
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(report.json(), encoding="utf-8")
+        except OSError as error:
+            raise ConfigError(f"--json {path} cannot be written: {error}") from error
+    _refuse(report, strict=exp.check_config.strict)
+
+
+def check_before_training(exp: "DM05Exp", world_size: int) -> str:
+    """The short form: warnings are logged, errors end the run before the model is loaded.
+
+    Returns:
+        One line about what was found.
+
+    Raises:
+        DataError: there are errors, or in strict mode warnings.
+    """
+    report = check_briefly(checked_run(exp, world_size))
+    for problem in report.warnings:
+        logger.warning("check: %s", problem)
+    _refuse(report, strict=exp.check_config.strict)
+    return f"{len(report.warnings)} warnings"
+
+
+def _refuse(report: CheckReport, *, strict: bool) -> None:
+    problems: list[Problem] = report.problems if strict else report.errors
+    if problems:
+        more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
+        kind = "problems" if strict else "errors"
+        raise DataError(f"the check found {len(problems)} {kind}: {problems[0]}{more}")

@@ -1,0 +1,148 @@
+"""The one thread that runs the model: a bounded queue, and batches of what waits in it."""
+
+import logging
+import queue
+import threading
+import time
+from collections.abc import Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from opendm.errors import DataError
+from opendm.infer.limits import RequestError
+from opendm.infer.policy import Policy, Prepared
+from opendm.infer.request import Request
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """Actions ``[horizon, dim]`` and the seconds that their batch took."""
+
+    actions: np.ndarray
+    model_s: float
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Job:
+    request: Request
+    answer: "Future[Answer]" = field(default_factory=Future)
+
+
+class PolicyWorker:
+    """Acts on requests in the order of their arrival, several at a time.
+
+    Args:
+        policy: what acts.
+        num_steps: integration steps.
+        max_queue: requests that may wait; more are refused.
+        max_batch: most requests of a batch.
+        window_s: how long a batch waits for more requests after its first one, where the batch
+            before it had several; a lone client never waits.
+    """
+
+    def __init__(
+        self, policy: Policy, *, num_steps: int, max_queue: int, max_batch: int, window_s: float
+    ) -> None:
+        self.policy = policy
+        self.num_steps = num_steps
+        self.max_batch = max_batch
+        self.window_s = window_s
+        self.batch_sizes: dict[int, int] = {}
+        """How many batches of each size have run."""
+        self._last_size = 1
+        self._queue: queue.Queue[_Job | None] = queue.Queue(max_queue)
+        self._thread = threading.Thread(target=self._run, name="policy", daemon=True)
+
+    def start(self) -> None:
+        """Begin to work."""
+        self._thread.start()
+
+    def close(self) -> None:
+        """Answer what waits, and stop."""
+        self._queue.put(None)
+        self._thread.join()
+
+    def submit(self, request: Request) -> "Future[Answer]":
+        """Queue a request.
+
+        Raises:
+            RequestError: the queue is full (503).
+        """
+        job = _Job(request)
+        try:
+            self._queue.put_nowait(job)
+        except queue.Full:
+            raise RequestError("too many requests wait; try again", 503) from None
+        return job.answer
+
+    def _run(self) -> None:
+        is_open = True
+        while is_open:
+            jobs, is_open = self._next_batch()
+            if jobs:
+                self.batch_sizes[len(jobs)] = self.batch_sizes.get(len(jobs), 0) + 1
+                self._last_size = len(jobs)
+                self._answer(jobs)
+
+    def _next_batch(self) -> tuple[list[_Job], bool]:
+        first = self._queue.get()
+        if first is None:
+            return [], False
+        window_s = self.window_s if self._last_size > 1 else 0.0
+        jobs, deadline = [first], time.monotonic() + window_s
+        while len(jobs) < self.max_batch:
+            try:
+                job = self._queue.get(timeout=max(0.0, deadline - time.monotonic()))
+            except queue.Empty:
+                break
+            if job is None:
+                return jobs, False
+            jobs.append(job)
+        return jobs, True
+
+    def _answer(self, jobs: Sequence[_Job]) -> None:
+        start = time.perf_counter()
+        ready: list[tuple[_Job, Prepared]] = []
+        for job in jobs:
+            if not job.answer.set_running_or_notify_cancel():
+                continue
+            try:
+                ready.append((job, self.policy.prepare(job.request.observation)))
+            except DataError as error:
+                job.answer.set_exception(RequestError(str(error)))
+            except Exception as error:  # noqa: BLE001 - the request's, and the thread must live
+                job.answer.set_exception(error)
+        if ready:
+            self._act(ready, start)
+
+    def _act(self, ready: Sequence[tuple[_Job, Prepared]], start: float) -> None:
+        noise = self.policy.draw_noise([_generator(job.request.seed) for job, _ in ready])
+        try:
+            chunks = self.policy.act_prepared(
+                [prepared for _, prepared in ready], num_steps=self.num_steps, noise=noise
+            )
+        except Exception as error:  # noqa: BLE001 - the request's, and the thread must live
+            if len(ready) == 1:
+                ready[0][0].answer.set_exception(error)
+                return
+            logger.warning("a batch of %d failed; its requests run one by one", len(ready))
+            for one in ready:
+                self._act([one], start)
+            return
+        taken_s = time.perf_counter() - start
+        for (job, _), chunk in zip(ready, chunks, strict=True):
+            job.answer.set_result(Answer(chunk, taken_s))
+
+
+def _generator(seed: int | None) -> torch.Generator:
+    generator = torch.Generator()
+    if seed is None:
+        generator.seed()  # from the operating system; touches no other generator
+    else:
+        generator.manual_seed(seed)
+    return generator

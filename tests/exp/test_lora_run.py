@@ -1,0 +1,195 @@
+"""``--use-lora`` in whole runs: engines, files, going on, and bases that do not fit. About 30 s."""
+
+import json
+import shutil
+
+import numpy as np
+import pytest
+import torch
+from run_ranks import assert_same_metrics, experiment, interrupted_at, metrics, run_ranks
+from safetensors.torch import load_file
+
+from opendm.cli import main
+from opendm.exp.dm05_exp import run
+from opendm.infer.policy import Observation, Policy
+from opendm.model.dm05.adapter_folder import weights_hash
+from opendm.model.dm05.dm05_lora import DM05LoraConfig
+
+ENGINES = {
+    "single": (1, {}),
+    "ddp": (2, {"trainer_config__fsdp1": False}),
+    "fsdp1": (2, {}),
+    "fsdp2": (2, {"trainer_config__fsdp_version": 2}),
+}
+ADAPTER_FILES = {
+    "adapter_config.json", "adapter_model.safetensors", "base_model.json", "norm_stats.json",
+    "opendm.json", "tokenizer.json", "processor_config.json",
+}  # fmt: skip
+
+
+def lora_run(base, folder, engine="single", *, lora=None, **changes):
+    world_size, how = ENGINES[engine]
+    exp = experiment(
+        base, folder,
+        trainer_config__num_train_steps=3,
+        trainer_config__per_device_train_batch_size=4 // world_size,
+        model_config__lora_config=DM05LoraConfig(**{"r": 4} | (lora or {})),
+        **how | changes,
+    )  # fmt: skip
+    exp.use_lora = True
+    return exp
+
+
+def exit_codes(exp, engine, tmp_path):
+    world_size = ENGINES[engine][0]
+    return {run(exp)} if world_size == 1 else set(run_ranks(exp, world_size, tmp_path))
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    return tmp_path_factory.mktemp("lora")
+
+
+@pytest.fixture(scope="module")
+def base(tiny_checkpoint, place):
+    """A base that tests may move."""
+    return shutil.copytree(tiny_checkpoint, place / "base")
+
+
+@pytest.fixture(scope="module")
+def runs(base, place):
+    """Folders of three steps, by engine."""
+    for engine in ENGINES:
+        assert exit_codes(lora_run(base, place / engine, engine), engine, place) == {0}
+    return {engine: place / engine for engine in ENGINES}
+
+
+def refusal(exp, capsys):
+    assert run(exp) == 2
+    return capsys.readouterr().err
+
+
+def test_losses_and_adapters_agree_between_engines(runs):
+    expected = load_file(runs["single"] / "adapter_model.safetensors")
+    for engine in ("ddp", "fsdp1", "fsdp2"):
+        assert_same_metrics(runs[engine], runs["single"], rel=1e-5)
+        tensors = load_file(runs[engine] / "adapter_model.safetensors")
+        assert tensors.keys() == expected.keys()
+        for name, tensor in tensors.items():
+            torch.testing.assert_close(tensor, expected[name], atol=1e-4, rtol=1e-4)
+    losses = [line["loss"] for line in metrics(runs["single"])]
+    assert len(set(losses)) == 3
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_run_ends_with_an_adapter_and_no_copy_of_the_base(engine, runs, base):
+    for folder in (runs[engine], runs[engine] / "checkpoint-2"):
+        names = {path.name for path in folder.iterdir()}
+        assert names >= ADAPTER_FILES
+        assert "model.safetensors" not in names
+        record = json.loads((folder / "base_model.json").read_text())
+        assert record == {"path": str(base), "sha256": weights_hash(base)}
+    assert (runs[engine] / "checkpoint-2" / "state" / "state.json").is_file()
+    summary = json.loads((runs[engine] / "trainable_summary.json").read_text())
+    saved = load_file(runs[engine] / "adapter_model.safetensors")
+    assert summary["adapter_total"] == sum(tensor.numel() for tensor in saved.values())
+
+
+@pytest.mark.parametrize("engine", ["single", "fsdp1"])
+def test_a_resumed_adapter_ends_bit_for_bit_where_the_run_did(engine, runs, base, tmp_path):
+    folder = interrupted_at(2, runs[engine], tmp_path / "resumed")
+    moved = {}
+    if engine == "single":  # the base may be elsewhere by then
+        moved = {"base_model": str(shutil.copytree(base, tmp_path / "moved"))}
+    assert exit_codes(lora_run(base, folder, engine, lora=moved), engine, tmp_path) == {0}
+    assert_same_metrics(folder, runs[engine])
+    written = (folder / "adapter_model.safetensors").read_bytes()
+    assert written == (runs[engine] / "adapter_model.safetensors").read_bytes()
+
+
+def test_a_run_that_starts_from_an_adapter_trains_that_adapter(runs, place):
+    exp = lora_run(runs["fsdp1"], place / "on")
+    model = exp.model_config.build_model(use_lora=True)
+    names = [name for name, _ in model.named_parameters()]
+    assert not [name for name in names if name.count("base_layer") + name.count("lora_A") > 1]
+    saved = load_file(runs["fsdp1"] / "adapter_model.safetensors")
+    own = {n.replace(".modules_to_save", "").replace(".default", ""): model.get_parameter(n)
+           for n in model.adapter.names}  # fmt: skip
+    assert {f"base_model.model.{name}" for name in own} == saved.keys()
+    assert all(torch.equal(own[n.removeprefix("base_model.model.")], t) for n, t in saved.items())
+    assert {n for n in names if model.get_parameter(n).requires_grad} < model.adapter.names
+    assert run(exp) == 0
+    assert json.loads((place / "on" / "base_model.json").read_text()) == json.loads(
+        (runs["fsdp1"] / "base_model.json").read_text()
+    )
+
+
+def test_an_adapter_is_never_trained_as_a_merged_full_model(runs, tmp_path, capsys):
+    exp = lora_run(runs["single"], tmp_path / "full")
+    exp.use_lora = False
+    error = refusal(exp, capsys)
+    assert "--use-lora True" in error
+    assert "opendm merge --adapter" in error
+    assert not (tmp_path / "full").exists()
+
+
+@pytest.mark.parametrize(
+    ("lora", "expected"),
+    [
+        ({"r": 8}, "model_config.lora_config.r: 4 -> 8"),
+        ({"lora_alpha": 4}, "model_config.lora_config.lora_alpha: 16 -> 4"),
+        ({"target_modules": "q_proj"}, "model_config.lora_config.target_modules: all-linear ->"),
+    ],
+)
+def test_another_adapter_is_not_resumed(lora, expected, runs, base, tmp_path, capsys):
+    folder = interrupted_at(2, runs["single"], tmp_path / "resumed")
+    assert expected in refusal(lora_run(base, folder, lora=lora), capsys)
+
+
+def test_an_adapter_of_another_rank_is_not_gone_on_with(runs, tmp_path, capsys):
+    exp = lora_run(runs["single"], tmp_path / "on", lora={"r": 8})
+    assert "has r 4 and this run asks for 8" in refusal(exp, capsys)
+
+
+def test_an_altered_base_is_refused_on_resume_and_start(runs, base, tmp_path, capsys):
+    altered = shutil.copytree(base, tmp_path / "altered")
+    with (altered / "model.safetensors").open("r+b") as file:
+        file.seek(-1, 2)
+        last = file.read(1)
+        file.seek(-1, 2)
+        file.write(bytes([last[0] ^ 1]))
+    folder = interrupted_at(2, runs["single"], tmp_path / "resumed")
+    where = {"base_model": str(altered)}
+    for exp in (
+        lora_run(base, folder, lora=where),
+        lora_run(runs["single"], tmp_path / "on", lora=where),
+    ):
+        assert f"{altered} is not the base of the adapter" in refusal(exp, capsys)
+
+
+def test_a_base_that_is_gone_is_asked_for(runs, tmp_path, capsys):
+    adapter = shutil.copytree(runs["single"], tmp_path / "adapter")
+    config = json.loads((adapter / "adapter_config.json").read_text())
+    config["base_model_name_or_path"] = "gone/base"
+    (adapter / "adapter_config.json").write_text(json.dumps(config))
+    error = refusal(lora_run(adapter, tmp_path / "on"), capsys)
+    assert "gone/base" in error
+    assert "--model-config.lora-config.base-model" in error
+
+
+def test_muon_has_nothing_to_take(base, tmp_path, capsys):
+    exp = lora_run(base, tmp_path / "muon", optimizer_config__optim="muon_adamw")
+    assert "LoRA's adapters go to AdamW" in refusal(exp, capsys)
+
+
+def test_a_policy_of_the_adapter_acts_as_one_of_the_merged_checkpoint(runs, base, tmp_path):
+    assert main(["merge", "--adapter", str(runs["fsdp1"]), "--output", str(tmp_path / "all")]) == 0
+    merged, adapter = (Policy.from_checkpoint(path) for path in (tmp_path / "all", runs["fsdp1"]))
+    untrained = Policy.from_checkpoint(base, layout_from=runs["fsdp1"])
+    picture = np.full((112, 112, 3), 90, dtype=np.uint8)
+    keys = adapter.layout.image_keys
+    seen = Observation([0.1, 0.2, 0.3, 0.4], dict.fromkeys(keys, picture), "Reach the red square")
+    noise = adapter.noise_for([0])
+    actions = [p.act(seen, noise=noise) for p in (merged, adapter, untrained)]
+    np.testing.assert_allclose(actions[0], actions[1], atol=1e-5)
+    assert np.abs(actions[1] - actions[2]).max() > 1e-3

@@ -1,0 +1,219 @@
+"""10,000 malformed requests: every one is refused in JSON, and nobody else notices."""
+
+import asyncio
+import gc
+import json
+import socket
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from malformed import CASES, malformed
+from service_kit import InProcess, Running, b64, picture, strict, valid
+
+NUM_SHORT = 2_000
+VALID_EVERY = 50
+MAX_GROWTH_BYTES = 20 * 2**20
+
+
+def resident_bytes():
+    gc.collect()
+    fields = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+    return int(fields["VmRSS"].split()[0]) * 1024
+
+
+def open_files():
+    return len(list(Path("/proc/self/fd").iterdir()))
+
+
+def quiet_replies(app):
+    """What each valid request is answered when nothing else happens."""
+    return {seed: app.infer(valid(seed))[1]["actions"] for seed in range(4)}
+
+
+async def run(app, count, quiet, check):
+    """Send the corpus with valid requests in between; what was not answered as it should."""
+    wrong, statuses = [], {}
+    for index, (name, (method, path, body, headers)) in enumerate(malformed(count)):
+        pending = None
+        if index % VALID_EVERY == 0:
+            seed = index // VALID_EVERY % len(quiet)
+            good = json.dumps(valid(seed)).encode()
+            pending = asyncio.ensure_future(app.call("POST", "/v1/infer", good))
+        status, head, content = await app.call(method, path, body, headers)
+        statuses[status] = statuses.get(status, 0) + 1
+        is_json = head[b"content-type"] == b"application/json"
+        told = method == "HEAD" or "error" in strict(content)
+        if not (400 <= status < 500 and is_json and told and b"/root" not in content):
+            wrong.append((name, status, content[:200]))
+        if pending is not None:
+            status, _, content = await pending
+            assert status == 200, content
+            check(strict(content)["actions"], quiet[seed])
+    return wrong, statuses
+
+
+def exactly(now, before):
+    assert now == before
+
+
+def corpus(app, count):
+    quiet = quiet_replies(app)
+    asyncio.run(run(app, len(CASES), quiet, exactly))  # warms caches, pools and allocators up
+    before, files = resident_bytes(), open_files()
+    wrong, statuses = asyncio.run(run(app, count, quiet, exactly))
+    growth = resident_bytes() - before
+    print(f"{count} malformed requests of {len(CASES)} classes: {statuses}, RSS +{growth} bytes")
+    assert wrong == []
+    assert sum(statuses.values()) == count
+    assert growth <= MAX_GROWTH_BYTES
+    assert open_files() <= files
+    assert quiet_replies(app) == quiet
+
+
+def test_malformed_requests_are_refused_and_touch_nobody(app):
+    assert len(CASES) >= 150
+    corpus(app, NUM_SHORT)
+
+
+@pytest.mark.soak
+def test_ten_thousand_malformed_requests_are_refused_and_touch_nobody(app):
+    corpus(app, 10_000)
+
+
+def test_with_batching_valid_requests_differ_by_rounding_only(served_policy, start_service):
+    service = start_service(served_policy, max_batch_size=8, batch_window_ms=20.0)
+    app = InProcess(service)
+    quiet = quiet_replies(app)
+
+    async def together():
+        bad = [app.call(*request) for _, request in malformed(100, seed=1)]
+        good = [app.call("POST", "/v1/infer", json.dumps(valid(i % 4)).encode()) for i in range(12)]
+        return (await asyncio.gather(*good, *bad))[: len(good)]
+
+    for index, (status, _, content) in enumerate(asyncio.run(together())):
+        assert status == 200, content
+        np.testing.assert_allclose(strict(content)["actions"], quiet[index % 4], rtol=0, atol=1e-5)
+    assert max(service.worker.batch_sizes) > 1
+
+
+def exchange(port, data, timeout_s=5.0):
+    """All that the service sends back for some bytes."""
+    with socket.create_connection(("127.0.0.1", port), timeout=timeout_s) as connection:
+        connection.sendall(data)
+        received = b""
+        while chunk := connection.recv(65536):
+            received += chunk
+        return received
+
+
+def raw(method, path, body, headers):
+    """The bytes of a request; what cannot be sent over a socket becomes something near it."""
+    lines = [f"{method} {path} HTTP/1.1".encode("utf-8", "replace"), b"host: x"]
+    names = {name for name, _ in headers}
+    if b"content-length" not in names:
+        lines.append(f"content-length: {len(body)}".encode())
+    lines += [name + b": " + value for name, value in headers]
+    return b"\r\n".join([*lines, b"connection: close", b"", body])
+
+
+def test_over_a_socket_every_class_is_refused_in_json(service):
+    with Running(service) as running:
+        for name, (method, path, body, headers) in malformed(len(CASES), seed=2):
+            if len(body) > 2**20:
+                continue
+            try:
+                reply = exchange(running.port, raw(method, path, body, headers))
+            except ConnectionResetError:  # the reply went out before the body was read
+                continue
+            head, _, content = reply.partition(b"\r\n\r\n")
+            assert head.startswith(b"HTTP/1.1 4"), (name, reply[:200])
+            assert b"application/json" in head.lower(), (name, reply[:200])
+            assert method == "HEAD" or "error" in strict(content), name
+
+
+CLOSE = b"\r\nconnection: close\r\n\r\n"
+GARBAGE = {
+    "no http": b"hello\r\n\r\n",
+    "tls": b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + bytes(200),
+    "http 2": b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
+    "bad header": b"POST /v1/infer HTTP/1.1\r\nhost: x\r\nbad header\r\n\r\n",
+    "two lengths": b"POST / HTTP/1.1\r\ncontent-length: 3\r\nhost: x\r\ncontent-length: 4"
+    + 2 * b"\r\n",
+    "no host": b"POST /v1/infer HTTP/1.1\r\ncontent-length: 2\r\n\r\n{}",
+    "long head": b"GET / HTTP/1.1\r\nhost: x\r\nx: " + b"a" * 100_000 + CLOSE,
+    "bad chunk": b"POST /v1/infer HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\nzz\r\n",
+    "random": np.random.default_rng(0).bytes(500) + b"\r\n\r\n",
+}
+
+
+@pytest.mark.parametrize("name", GARBAGE)
+def test_what_is_no_http_is_answered_in_json_and_closed(service, name):
+    with Running(service) as running:
+        reply = exchange(running.port, GARBAGE[name])
+    head, _, content = reply.partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 4"), reply[:200]
+    length = int(head.lower().partition(b"content-length: ")[2].split()[0])
+    assert "error" in strict(content[:length])
+
+
+def peak_growth_bytes(work):
+    """How far the most memory during ``work`` lies above what was held before."""
+    Path("/proc/self/clear_refs").write_text("5")  # the peak starts again from the present
+    before = resident_bytes()
+    work()
+    lines = Path("/proc/self/status").read_text().splitlines()
+    fields = dict(line.split(":", 1) for line in lines)
+    return int(fields["VmHWM"].split()[0]) * 1024 - before
+
+
+def largest_bodies():
+    size = 16 * 2**20 - 400_000
+    picture_2048 = b64(picture(0, (2048, 2048), "JPEG"))
+    pictures = {"1": picture_2048, "2": picture_2048}
+    yield "base64", json.dumps(valid(0, images={"1": "A" * size, "2": ""})).encode()
+    yield "brackets", b"[" * size
+    yield "commas", b"[" + b"1," * (size // 2) + b"1]"
+    yield "escapes", b'"' + b"\\u00e9" * (size // 6) + b'"'
+    yield "large pictures", json.dumps(valid(0, images=pictures)).encode()
+
+
+def test_no_body_within_the_limit_takes_more_than_64_mb(app):
+    app.infer(valid(0))
+    for name, body in largest_bodies():
+        growth = peak_growth_bytes(lambda body=body: app("POST", "/v1/infer", body))
+        assert growth <= 64 * 2**20, name
+
+
+def test_a_soak_would_notice_memory_that_is_kept(app):
+    """The measure itself: memory that is held shows in it."""
+    before = resident_bytes()
+    held = np.ones(30 * 2**20, np.uint8)
+    assert resident_bytes() - before > MAX_GROWTH_BYTES
+    del held
+
+
+@pytest.mark.soak
+def test_an_hour_of_mixed_load_leaves_memory_and_descriptors_flat(served_policy, start_service):
+    service = start_service(served_policy)
+    app = InProcess(service)
+    quiet = quiet_replies(app)
+
+    def near(now, before):
+        np.testing.assert_allclose(now, before, rtol=0, atol=1e-5)
+
+    asyncio.run(run(app, 2 * len(CASES), quiet, near))
+    before, files, rounds = resident_bytes(), open_files(), 0
+    end = time.monotonic() + 3600
+    with Running(service) as running:
+        while time.monotonic() < end:
+            wrong, _ = asyncio.run(run(app, len(CASES), quiet, near))
+            assert wrong == []
+            for garbage in GARBAGE.values():
+                exchange(running.port, garbage)
+            rounds += 1
+    growth = resident_bytes() - before
+    print(f"{rounds} rounds of {len(CASES)} in an hour: RSS +{growth} bytes")
+    assert growth <= MAX_GROWTH_BYTES
+    assert open_files() <= files + 2

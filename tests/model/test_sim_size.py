@@ -1,0 +1,51 @@
+"""The small checkpoint for a simulator's pictures, and what may vary in these."""
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from opendm.data.augmentations import ColourTransformPipeline
+from opendm.model.dm05.tiny import SIZES, build_processor, random_model, tiny_config
+
+SIM = SIZES["sim"]
+
+
+@pytest.fixture(scope="module")
+def processor():
+    words = ["Robot: Sawyer", "Corner image:", "Gripper image:"]
+    return build_processor(["Press the button"], SIM, words)
+
+
+def test_a_picture_of_96_pixels_takes_sixteen_tokens_and_moves_the_actions(processor):
+    model = random_model(tiny_config(len(processor.tokenizer), chunk_size=16, images=SIM))
+    text = processor.apply_chat_template(
+        [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "Press"}]}]
+    )
+    actions = []
+    for shade in (0, 255):
+        image = Image.fromarray(np.full((96, 96, 3), shade, np.uint8))
+        inputs = processor(text=text, images=[image], return_tensors="pt")
+        assert inputs["pixel_values"].shape == (1, 3, 96, 96)
+        assert (inputs["input_ids"] == model.config.vlm_config.image_token_id).sum() == SIM.tokens
+        noise = torch.zeros(1, 16, 32)
+        actions.append(model.inference_action(**inputs, diffusion_steps=1, noise=noise))
+    assert (actions[0] - actions[1]).abs().max() > 1e-3
+
+
+def test_words_of_the_robot_are_whole_tokens(processor):
+    for text, count in (("Robot: Sawyer", 2), ("Gripper image:", 2)):
+        assert len(processor.tokenizer(text, add_special_tokens=False)["input_ids"]) == count
+
+
+def test_colours_vary_and_nothing_moves():
+    pixels = np.full((96, 96, 3), 200, np.uint8)
+    pixels[40:44, 70:74] = 20
+    pipeline, looks = ColourTransformPipeline(96), set()
+    torch.manual_seed(0)
+    for _ in range(12):
+        seen = np.asarray(pipeline(Image.fromarray(pixels))).astype(int)
+        dark = seen.sum(axis=2) < (seen[0, 0].sum() + seen[41, 71].sum()) / 2
+        assert np.array_equal(np.argwhere(dark)[[0, -1]], [[40, 70], [43, 73]])
+        looks.add(seen.tobytes())
+    assert len(looks) > 4
