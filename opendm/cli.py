@@ -1,6 +1,7 @@
 """The console script ``opendm``: every command, over the same code as the playground files."""
 
 import argparse
+import os
 import runpy
 import sys
 from collections.abc import Sequence
@@ -230,19 +231,7 @@ def _parser() -> argparse.ArgumentParser:
     kinds = commands.add_parser("eval", help="judge a checkpoint").add_subparsers(
         metavar="kind", required=True
     )
-    open_loop = kinds.add_parser("open-loop", help="action error on held-out episodes")
-    open_loop.add_argument(
-        "--checkpoint",
-        type=Path,
-        nargs="+",
-        required=True,
-        help="trained checkpoint; of several the last is judged, the others are compared with it",
-    )
-    open_loop.add_argument("--untrained", type=Path, required=True, help="where training started")
-    open_loop.add_argument("--dataset-name", default="demo_heldout", help="held-out dataset")
-    open_loop.add_argument("--output", type=Path, help="folder of report.html [the last checkpoint]")
-    open_loop.add_argument("--stride", type=int, default=4, help="evaluate every N-th frame")
-    open_loop.set_defaults(run=evaluate_open_loop)
+    _add_open_loop(kinds.add_parser("open-loop", help="action error on held-out episodes"))
 
     _add_stats(commands)
     _add_data(commands)
@@ -267,6 +256,22 @@ def _parser() -> argparse.ArgumentParser:
     tiny.add_argument("--seed", type=int, default=0, help="seed of the weights")
     tiny.set_defaults(run=tiny_checkpoint)
     return parser
+
+
+def _add_open_loop(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add(
+        "--checkpoint",
+        type=Path,
+        nargs="+",
+        required=True,
+        help="trained checkpoint; of several the last is judged, the others stand beside it",
+    )
+    add("--untrained", type=Path, required=True, help="where training started")
+    add("--dataset-name", default="demo_heldout", help="held-out dataset")
+    add("--output", type=Path, help="folder of report.html [the last checkpoint]")
+    add("--stride", type=int, default=4, help="evaluate every N-th frame")
+    parser.set_defaults(run=evaluate_open_loop)
 
 
 def _add_metaworld(parser: argparse.ArgumentParser) -> None:
@@ -297,6 +302,9 @@ def _guarded(command: "object") -> int:
     except OpenDMError as error:
         print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
         return error.exit_code
+    except BrokenPipeError:  # whoever read our output, such as head, has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
 
 
 if __name__ == "__main__":

@@ -4,7 +4,6 @@ bash script/dm05_launcher.sh --exp playground/dm05_libero.py
 """
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 from opendm.constants.robot import ActionMode
 from opendm.exp.dm05_exp import (
@@ -15,9 +14,6 @@ from opendm.exp.dm05_exp import (
     DM05TrainerConfig,
     main,
 )
-
-if TYPE_CHECKING:
-    from opendm.data.augmentations import TransformPipeline
 
 
 @dataclass
@@ -48,16 +44,12 @@ class LiberoDataConfig(DM05DataConfig):
 
     dataset_name: str = "libero_pi0_all"
     """Name of the registered dataset."""
+    augment: bool = False
+    """Pictures as a policy sees them: the published run varies nothing."""
     action_mode: ActionMode = ActionMode.ABSOLUTE
     """Actions are learnt as they are recorded."""
     add_state: bool = False
     """The state is not part of the prompt."""
-
-    def image_pipeline(self, image_size: int) -> "TransformPipeline":
-        """Pictures as a policy sees them: the published run trains without augmentation."""
-        from opendm.data.augmentations import NoAugmentationPipeline
-
-        return NoAugmentationPipeline(image_size)
 
 
 @dataclass

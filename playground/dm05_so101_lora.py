@@ -4,7 +4,6 @@ bash script/dm05_launcher.sh --exp playground/dm05_so101_lora.py
 """
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 from opendm.exp.dm05_exp import (
     DM05DataConfig,
@@ -15,9 +14,6 @@ from opendm.exp.dm05_exp import (
     DM05TrainerConfig,
     main,
 )
-
-if TYPE_CHECKING:
-    from opendm.data.augmentations import TransformPipeline
 
 
 @dataclass
@@ -60,12 +56,8 @@ class So101LoraDataConfig(DM05DataConfig):
 
     dataset_name: str = "so101_pick_cube"
     """Name of the registered dataset."""
-
-    def image_pipeline(self, image_size: int) -> "TransformPipeline":
-        """Pictures as a policy sees them: the published run trains without augmentation."""
-        from opendm.data.augmentations import NoAugmentationPipeline
-
-        return NoAugmentationPipeline(image_size)
+    augment: bool = False
+    """Pictures as a policy sees them: the published run varies nothing."""
 
 
 @dataclass

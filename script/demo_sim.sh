@@ -2,7 +2,8 @@
 # Close the loop in a simulator: record 100 scripted demonstrations of a button press whose start
 # varies widely, train a small DM0.5 from random weights on them, and let it act on 100 starts that
 # nobody has seen, beside controls that show what it owes to its eyes.
-# SIM_SEED, SIM_STEPS, SIM_EPISODES and SIM_OUTPUT change what is set below.
+# SIM_SEED, SIM_STEPS, SIM_EPISODES and SIM_OUTPUT change what is set below; arguments
+# are further flags of the training.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
@@ -29,7 +30,7 @@ script/dm05_launcher.sh --nproc_per_node 2 --exp playground/dm05_metaworld.py \
   --model-config.model-name-or-path "$start" --trainer-config.output-dir "$output" \
   --trainer-config.num-train-steps "$steps" --trainer-config.save-steps $((steps / 4)) \
   --trainer-config.per-device-train-batch-size 16 --trainer-config.no-fsdp1 \
-  --trainer-config.seed "$seed"
+  --trainer-config.seed "$seed" "$@"
 
 echo "== 4/4 $episodes unseen starts, with controls"
 "$opendm" eval metaworld --task "$task" --episodes "$episodes" --seed 50000 \

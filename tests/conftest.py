@@ -28,6 +28,14 @@ def tiny_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.fixture(scope="session")
+def served_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny checkpoint with layout and statistics, as training leaves one."""
+    from policies import make_checkpoint
+
+    return make_checkpoint(tmp_path_factory.mktemp("served") / "tiny")
+
+
 @pytest.fixture
 def run_python():
     """Run a Python program in the repository and return the finished process."""

@@ -1,6 +1,7 @@
 """The set of ``pipeline.py``: one walk of a robot, cut into episodes of several lengths."""
 
 import io
+import json
 import os
 from pathlib import Path
 from typing import Any, Final
@@ -81,6 +82,17 @@ def write_episodes(folder: Path, num_frames: int, length: int) -> None:
                 f'"prompt": "{TASKS[frame // 100 % len(TASKS)]}", "is_robot": true}}\n'
             )
         (folder / f"episode_{first:06d}.jsonl").write_text("".join(lines))
+
+
+def write_statistics(path: Path) -> None:
+    """A statistics file for one robot."""
+    stats = statistics()
+    content = {
+        "default_robot_type": ROBOT,
+        "norm_stats": stats,
+        "norm_stats_by_robot": {ROBOT: stats},
+    }
+    path.write_text(json.dumps(content))
 
 
 def statistics() -> dict[str, dict[str, list[float]]]:

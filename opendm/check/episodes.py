@@ -114,7 +114,7 @@ def check_index(source: Source) -> Iterator[Problem]:
             continue
         if not is_same:
             yield Problem(str(path), FILE, "has other contents than its index, at the same size "
-                          "and time; the index is made again", "warning",
+                          "and time; touch the file, and the index is made again", "error",
                           "stale_index")  # fmt: skip
 
 

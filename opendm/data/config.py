@@ -95,6 +95,8 @@ class DM05DataConfig:
     """Write the state into the prompt."""
     is_history: bool = False
     """Show the model earlier frames of the first camera."""
+    augment: bool = True
+    """Vary the pictures of training at random."""
     val_episodes: int = 0
     """Episodes of each dataset held out for --trainer-config.eval-steps, the same in every run."""
     allow_outside_root: bool = False
@@ -300,10 +302,11 @@ class DM05DataConfig:
         )
 
     def image_pipeline(self, image_size: int) -> "TransformPipeline":
-        """What is done to each picture; benchmarks override it."""
-        from opendm.data.augmentations import TrainingTransformPipeline
+        """What is done to each picture in training; a subclass may override it."""
+        from opendm.data import augmentations as a
 
-        return TrainingTransformPipeline(image_size)
+        make = a.TrainingTransformPipeline if self.augment else a.NoAugmentationPipeline
+        return make(image_size)
 
     def build_transforms(
         self, processor: Any, chunk_size: int, max_length: int, *, augment: bool = True

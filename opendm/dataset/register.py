@@ -80,7 +80,7 @@ def _check_choices(name: str, fields: Mapping[str, Any]) -> None:
 def _check_words(name: str, fields: Mapping[str, Any]) -> None:
     for field in PROMPT_FIELDS:
         given = fields.get(field)
-        for word in given if field == "image_prompts" else [given]:
+        for word in given if isinstance(given, list | tuple) else [given]:
             marker = MARKER.search(str(word))
             if marker:
                 raise ConfigError(

@@ -21,7 +21,6 @@ from opendm.eval.action_errors import (
 from opendm.eval.held_out import HeldOut, different_tasks, episode_view, hold_last_state
 from opendm.eval.report import Report, write_report
 from opendm.eval.run_record import read_run, versions
-from opendm.infer.layout import PolicyLayout
 from opendm.infer.policy import Policy
 
 Show = Callable[[str], None]
@@ -128,16 +127,12 @@ def check_comparable(name: str, other: HeldOut, judged: HeldOut) -> None:
         ConfigError: its actions have another form, or it sees other cameras.
     """
     for field in ("chunk_size", "action_dim", "state_desc", "image_keys"):
-        given, wanted = _value(other.layout, field), _value(judged.layout, field)
+        given, wanted = getattr(other.layout, field), getattr(judged.layout, field)
         if given != wanted:
             raise ConfigError(
                 f"--checkpoint {name} has {field} {given} and the last one {wanted}; compare "
                 "checkpoints of one kind, or evaluate them one by one"
             )
-
-
-def _value(layout: PolicyLayout, field: str) -> object:
-    return getattr(layout, field)
 
 
 def _places(names: Sequence[str], checkpoints: Sequence[Path]) -> dict[str, str]:

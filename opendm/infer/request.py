@@ -88,9 +88,7 @@ def parse_form(
         raise RequestError("the form has no field 'states'; expected a JSON array of numbers")
     words = {name: texts.get(name) for name in WORDS}
     words["prompt"] = texts.get("text")
-    return Request(
-        _observation(words, texts["states"], images, history, contract), contract.seed
-    )
+    return Request(_observation(words, texts["states"], images, history, contract), contract.seed)
 
 
 def _observation(

@@ -102,7 +102,9 @@ def bound_socket(config: DM05InferenceConfig) -> Iterator[socket.socket]:
         ConfigError: the port or the address cannot be used.
     """
     family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
-    with socket.socket(family, socket.SOCK_STREAM) as listener:
+    # asyncio sends small packets at once only on sockets that name TCP; on others a reply's body
+    # waits for the client's delayed acknowledgement of its head, which takes 40 ms.
+    with socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP) as listener:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             listener.bind((config.host, config.port))

@@ -4,7 +4,7 @@ import asyncio
 import hmac
 import logging
 from collections.abc import Awaitable, Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -49,9 +49,20 @@ class Service:
         self.bodies = BodyReader(self.contract.limits)
 
     async def answer(self, parse: Callable[[], Request]) -> Answer:
-        """Check a request off the event loop, then wait for the model."""
-        request = await asyncio.get_running_loop().run_in_executor(self.pool, parse)
-        return await asyncio.wrap_future(self.worker.submit(request))
+        """Check a request off the event loop, then wait for the model.
+
+        The thread that checks also queues: the event loop is woken once, by the answer.
+        """
+        answer: Future[Answer] = Future()
+        self.pool.submit(self._check_and_queue, parse, answer)
+        return await asyncio.wrap_future(answer)
+
+    def _check_and_queue(self, parse: Callable[[], Request], answer: "Future[Answer]") -> None:
+        try:
+            self.worker.submit(parse(), answer)
+        except Exception as error:  # noqa: BLE001 - whatever it is, it is this request's
+            if answer.set_running_or_notify_cancel():
+                answer.set_exception(error)
 
     def authorize(self, request: HttpRequest) -> None:
         """Refuse a client without the token.

@@ -6,7 +6,7 @@ import threading
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -30,7 +30,7 @@ class Answer:
 @dataclass(frozen=True, slots=True, eq=False)
 class _Job:
     request: Request
-    answer: "Future[Answer]" = field(default_factory=Future)
+    answer: "Future[Answer]"
 
 
 class PolicyWorker:
@@ -41,8 +41,8 @@ class PolicyWorker:
         num_steps: integration steps.
         max_queue: requests that may wait; more are refused.
         max_batch: most requests of a batch.
-        window_s: how long a batch waits for more requests after its first one, where the batch
-            before it had several; a lone client never waits.
+        window_s: how long a batch waits at most, after its first request, for as many as were
+            there at once before; a lone client never waits.
     """
 
     def __init__(
@@ -54,7 +54,8 @@ class PolicyWorker:
         self.window_s = window_s
         self.batch_sizes: dict[int, int] = {}
         """How many batches of each size have run."""
-        self._last_size = 1
+        self._num_active = 1
+        """Requests of the last batch and those that had come by its end."""
         self._queue: queue.Queue[_Job | None] = queue.Queue(max_queue)
         self._thread = threading.Thread(target=self._run, name="policy", daemon=True)
 
@@ -67,18 +68,17 @@ class PolicyWorker:
         self._queue.put(None)
         self._thread.join()
 
-    def submit(self, request: Request) -> "Future[Answer]":
-        """Queue a request.
+    def submit(self, request: Request, answer: "Future[Answer]") -> None:
+        """Queue a request, whose answer or failure goes into ``answer``.
 
         Raises:
             RequestError: the queue is full (503).
         """
-        job = _Job(request)
+        job = _Job(request, answer)
         try:
             self._queue.put_nowait(job)
         except queue.Full:
             raise RequestError("too many requests wait; try again", 503) from None
-        return job.answer
 
     def _run(self) -> None:
         is_open = True
@@ -86,18 +86,17 @@ class PolicyWorker:
             jobs, is_open = self._next_batch()
             if jobs:
                 self.batch_sizes[len(jobs)] = self.batch_sizes.get(len(jobs), 0) + 1
-                self._last_size = len(jobs)
                 self._answer(jobs)
 
     def _next_batch(self) -> tuple[list[_Job], bool]:
         first = self._queue.get()
         if first is None:
             return [], False
-        window_s = self.window_s if self._last_size > 1 else 0.0
-        jobs, deadline = [first], time.monotonic() + window_s
+        jobs, deadline = [first], time.monotonic() + self.window_s
         while len(jobs) < self.max_batch:
+            left_s = deadline - time.monotonic() 
             try:
-                job = self._queue.get(timeout=max(0.0, deadline - time.monotonic()))
+                job = self._queue.get(timeout=max(0.0, left_s))
             except queue.Empty:
                 break
             if job is None:
@@ -135,6 +134,8 @@ class PolicyWorker:
                 self._act([one], start)
             return
         taken_s = time.perf_counter() - start
+        # before the answers, which a quick client follows up at once
+        self._num_active = len(ready) + self._queue.qsize()
         for (job, _), chunk in zip(ready, chunks, strict=True):
             job.answer.set_result(Answer(chunk, taken_s))
 

@@ -60,6 +60,7 @@ def test_fields_and_defaults():
         "dataset_name": "demo",
         "datasets": [],
         "mixture_by": "frames",
+        "augment": True,
         "jsonl_dir": None,
         "image_dir": None,
         "n_bins": 256,

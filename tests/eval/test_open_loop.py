@@ -3,25 +3,19 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from policies import CHUNK, link_checkpoint, make_layout
 
-from opendm.data.normalize import NormStats, NormStatsFile
 from opendm.dataset import register
 from opendm.dataset.register import dataset_fields
-from opendm.errors import DataError
-from opendm.eval.open_loop import (
-    HOLD,
-    HeldOut,
-    MeanError,
-    OpenLoopErrors,
-    evaluate_open_loop,
-    hold_last_state,
-    name_dimensions,
-)
+from opendm.errors import ConfigError, DataError
+from opendm.eval.action_errors import HOLD, MeanError, OpenLoopErrors, name_dimensions
+from opendm.eval.held_out import HeldOut, hold_last_state
+from opendm.eval.horizon import HorizonErrors, render_horizon, shown_steps
+from opendm.eval.open_loop import checkpoint_names, evaluate_open_loop
 from opendm.eval.run_record import flatten
-from opendm.infer.layout import PolicyLayout
 from opendm.model.dm05.tiny import build_tiny_checkpoint
 
-CHUNK, FRAMES = 8, 20
+FRAMES = 20
 
 
 @pytest.fixture
@@ -38,32 +32,9 @@ def heldout(tmp_path, monkeypatch):
     return "one_episode"
 
 
-def make_layout(**changes):
-    fields = {
-        "dataset_name": "demo",
-        "image_keys": ["images_1", "images_2"],
-        "image_prompts": ["Corner", "Gripper"],
-        "action_mode": "relative",
-        "state_desc": ["eef", "eef", "eef", "gripper"],
-        "robot_type": "Sawyer",
-        "n_bins": 256,
-        "add_state": True,
-        "action_dim": 4,
-        "chunk_size": CHUNK,
-        "max_length": 256,
-    }
-    return PolicyLayout(**{**fields, **changes})
-
-
 @pytest.fixture
-def checkpoint(tmp_path):
-    folder = build_tiny_checkpoint(tmp_path / "run" / "checkpoint-2", ["Reach"])
-    make_layout().save(folder)
-    vectors = np.full(4, -0.1), np.full(4, 0.1)
-    stats = NormStats(np.zeros(4), np.ones(4), *vectors)
-    NormStatsFile({"Sawyer": {"state": stats, "action": stats}}, "Sawyer").save(
-        folder / "norm_stats.json"
-    )
+def checkpoint(served_checkpoint, tmp_path):
+    folder = link_checkpoint(served_checkpoint, tmp_path / "run" / "checkpoint-2")
     lines = [{"step": 1, "loss": 2.0, "engine": "none"}, {"step": 2, "loss": None}]
     text = "\n".join(map(json.dumps, lines)) + '\n{"step": 3, "lo'
     (folder.parent / "metrics.jsonl").write_text(text)
@@ -113,13 +84,85 @@ def test_the_report_of_a_run(heldout, checkpoint, tmp_path):
     assert (tmp_path / "again" / "open_loop.json").read_text() == text
 
 
+def test_several_checkpoints_are_compared_as_if_alone(
+    heldout, checkpoint, served_checkpoint, tmp_path
+):
+    """Same frames and noise: each one's figures are those of a page of its own."""
+    other = link_checkpoint(served_checkpoint, tmp_path / "absolute", action_mode="absolute")
+    untrained = build_tiny_checkpoint(tmp_path / "base", ["Reach"], seed=1)
+
+    def evaluate(*checkpoints):
+        output = tmp_path / "-".join(path.name for path in checkpoints)
+        evaluate_open_loop(
+            *checkpoints, untrained=untrained, dataset_name=heldout, output=output, num_steps=1,
+            stride=10, num_episode_views=1, show=lambda _: None,
+        )  # fmt: skip
+        return json.loads((output / "open_loop.json").read_text()), output / "report.html"
+
+    both, page = evaluate(other, checkpoint)
+    assert both["judged"] == "checkpoint-2"
+    alone = {path.name: evaluate(path)[0] for path in (other, checkpoint)}
+    names = ["absolute", "checkpoint-2", "untrained", "hold last state"]
+    for figures in (both["mean_absolute_error"], both["horizon"]["position"]["by_step"]):
+        assert sorted(figures) == sorted(names)
+    for name, figures in alone.items():
+        horizon = figures["horizon"]["position"]["by_step"]
+        assert both["horizon"]["position"]["by_step"][name] == pytest.approx(horizon["trained"])
+        assert both["mean_absolute_error"][name] == pytest.approx(
+            figures["mean_absolute_error"]["trained"]
+        )
+    assert both["ratios"]["checkpoint-2"] == both["ratio"] == alone["checkpoint-2"]["ratio"]
+    assert both["ratios"]["absolute"] != both["ratio"]
+    text = page.read_text()
+    section = text[text.index("Error over the horizon") : text.index("<h2>Training")]
+    for name in names:
+        assert section.count(f"<td>{name}</td>") == 2, "a row for positions and for the gripper"
+        assert section.count(f"<title>{name}</title>") == 2, "and a curve"
+
+
+def test_checkpoints_that_cannot_be_compared_are_named(
+    heldout, checkpoint, served_checkpoint, tmp_path
+):
+    short = link_checkpoint(served_checkpoint, tmp_path / "short", chunk_size=CHUNK - 1)
+    with pytest.raises(ConfigError, match=f"short has chunk_size {CHUNK - 1} and the last one"):
+        evaluate_open_loop(
+            short, checkpoint, untrained=checkpoint, dataset_name=heldout, output=tmp_path
+        )
+    with pytest.raises(ConfigError, match=r"short twice"):
+        checkpoint_names([short, checkpoint, short])
+    assert checkpoint_names([Path("a/x"), Path("b/x")]) == ["a/x", "b/x"]
+
+
+def test_a_checkpoint_of_several_robots_acts_as_the_datasets(
+    heldout, served_checkpoint, tmp_path, monkeypatch
+):
+    arm = {"image_keys": ["front"], "image_prompts": ["Front"], "action_dim": 3}
+    robots = {"Arm": arm, "Sawyer": {}}
+    folder = link_checkpoint(served_checkpoint, tmp_path / "both", robots=robots, robot_type="Arm")
+    alone = link_checkpoint(served_checkpoint, tmp_path / "alone")
+
+    def evaluate(checkpoint, name=heldout):
+        output = tmp_path / f"of_{checkpoint.name}"
+        evaluate_open_loop(
+            checkpoint, untrained=checkpoint, dataset_name=name, output=output, num_steps=1,
+            stride=10, num_episode_views=1, show=lambda _: None,
+        )  # fmt: skip
+        return json.loads((output / "open_loop.json").read_text())
+
+    assert evaluate(folder) == evaluate(alone)
+    fields = {**dataset_fields(heldout), "robot_type": "Leg"}
+    monkeypatch.setitem(register.CONVERSATION_DATA, "leg", fields)
+    with pytest.raises(DataError, match=r"robot_type 'Leg' is unknown .*\['Arm', 'Sawyer'\]"):
+        evaluate(folder, "leg")
+
+
 def test_targets_are_the_recorded_actions(heldout):
     held_out = HeldOut.open(heldout, make_layout())
     lines = held_out.dataset.episodes[0].path.read_text().splitlines()
     recorded = np.array([json.loads(line)["action"] for line in lines])
     sample = held_out.dataset[FRAMES - 3]
     np.testing.assert_allclose(sample["action"][0, :3], recorded[-3:], atol=1e-6)
-    assert sample["action_mask"][0, :, 0].tolist() == [True] * 3 + [False] * 5
+    assert sample["action_mask"][0, :, 0].tolist() == [True] * 3 + [False] * (CHUNK - 3)
     hold = hold_last_state([sample], sample["action"])
     np.testing.assert_allclose(hold[0, -1], json.loads(lines[-3])["state"], atol=1e-6)
 
@@ -137,6 +180,46 @@ def test_repeated_tail_steps_do_not_count():
     mask = np.array([[[True, True], [True, True], [False, False]]])
     error.add(predicted, true, mask)
     assert error.mean().tolist() == [2.0, 3.0]
+
+
+def test_each_step_has_its_own_error_and_steps_that_no_frame_has_are_gaps():
+    error = MeanError.zeros(1)
+    mask = np.array([[[True], [True], [False]], [[True], [False], [False]]])
+    predicted = np.array([[[1.0], [4], [100]], [[3], [100], [100]]])
+    for one in range(2):  # in two batches
+        error.add(predicted[one : one + 1], np.zeros((1, 3, 1)), mask[one : one + 1])
+    np.testing.assert_array_equal(error.by_step()[:, 0], [2.0, 4.0, np.nan])
+    assert error.mean().tolist() == [8 / 3]
+    assert error.num_frames == 2
+
+
+def test_errors_by_step_are_averaged_within_a_kind_only():
+    desc = ["eef"] * 6 + ["gripper"]
+    dimensions, units = name_dimensions(make_layout(state_desc=desc, action_dim=7))
+    steps = np.arange(14.0).reshape(2, 7)
+    errors = OpenLoopErrors(
+        dimensions, units, {"trained": steps.mean(axis=0).tolist()}, [0, 1, 2], 1,
+        {"trained": steps},
+    )  # fmt: skip
+    kinds = {kind.kind: kind for kind in errors.horizon()}
+    assert {name: kind.unit for name, kind in kinds.items()} == {
+        "position": "m", "rotation": "rad", "gripper": "",
+    }  # fmt: skip
+    assert kinds["position"].by_step["trained"].tolist() == [1.0, 8.0]
+    assert kinds["rotation"].by_step["trained"].tolist() == [4.0, 11.0]
+    assert kinds["gripper"].by_step["trained"].tolist() == [6.0, 13.0]
+    assert kinds["rotation"].overall["trained"] == 7.5
+
+
+def test_the_table_shows_metres_as_millimetres_and_a_long_horizon_in_part():
+    values = np.linspace(0.001, 0.05, 50)
+    text = render_horizon([HorizonErrors("position", "m", {"<a>": 0.0255}, {"<a>": values})])
+    assert "Position error by step, mm" in text
+    assert "<td>&lt;a&gt;</td><td>25.5</td><td>1.00</td>" in text
+    assert text.count("<td>") == 12
+    assert "step 50<" in text
+    assert shown_steps(3) == [0, 1, 2]
+    assert (shown_steps(50)[0], shown_steps(50)[-1], len(set(shown_steps(50)))) == (0, 49, 10)
 
 
 def test_the_ratio_is_to_the_better_baseline():

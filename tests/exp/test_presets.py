@@ -77,6 +77,7 @@ def test_a_preset_has_the_published_hyper_parameters(name):
         ActionMode.RELATIVE if name == "dm05_so101_lora" else ActionMode.ABSOLUTE
     )
     assert exp.data_config.add_state is (name in {"dm05_robotwin2", "dm05_so101_lora"})
+    assert exp.data_config.augment is False
     assert bool(exp.use_lora) is (name in LORA)
     assert (trainer.fsdp1, trainer.save_only_model) == (name not in LORA, name in LORA)
     fields = dataset_fields(wanted.dataset)

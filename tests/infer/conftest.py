@@ -1,15 +1,10 @@
-"""One small checkpoint and policy for all tests of the policy and the service."""
+"""One policy for all tests of the policy and the service."""
 
 import pytest
 import torch
-from service_kit import InProcess, make_checkpoint, make_service
+from service_kit import InProcess, make_service
 
 from opendm.infer.policy import Policy
-
-
-@pytest.fixture(scope="session")
-def served_checkpoint(tmp_path_factory):
-    return make_checkpoint(tmp_path_factory.mktemp("served") / "tiny")
 
 
 @pytest.fixture(scope="session")

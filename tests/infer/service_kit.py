@@ -1,4 +1,4 @@
-"""A tiny trained-looking checkpoint, a service in this process, and ways to talk to it."""
+"""A service in this process, and ways to talk to it."""
 
 import asyncio
 import base64
@@ -10,51 +10,14 @@ import time
 import numpy as np
 from PIL import Image
 
-from opendm.data.normalize import NormStats, NormStatsFile
 from opendm.infer.config import DM05InferenceConfig
 from opendm.infer.connection import TimedConnection
-from opendm.infer.layout import PolicyLayout
 from opendm.infer.serve import bound_socket, describe, make_contract, make_server
 from opendm.infer.server import Service, build_app
 from opendm.infer.worker import PolicyWorker
-from opendm.model.dm05.tiny import build_tiny_checkpoint
 
 STATE = (0.1, 0.6, 0.2, 1.0)
-CHUNK = 6
 STEPS = 3
-Q01, Q99 = np.array([-0.1, -0.2, -0.3, 0.0]), np.array([0.3, 0.2, 0.5, 1.0])
-
-
-def make_layout(**changes):
-    fields = {
-        "dataset_name": "demo",
-        "image_keys": ["images_1", "images_2"],
-        "image_prompts": ["Corner", "Gripper"],
-        "action_mode": "relative",
-        "state_desc": ["eef", "eef", "eef", "gripper"],
-        "robot_type": "Sawyer",
-        "n_bins": 256,
-        "add_state": True,
-        "action_dim": 4,
-        "chunk_size": CHUNK,
-        "max_length": 256,
-    }
-    return PolicyLayout(**{**fields, **changes})
-
-
-def save_stats(folder):
-    state = NormStats(np.zeros(4), np.ones(4), np.array([-1.0, 0, 0, 0]), np.ones(4))
-    action = NormStats(np.zeros(4), np.ones(4), Q01, Q99)
-    NormStatsFile({"Sawyer": {"state": state, "action": action}}, "Sawyer").save(
-        folder / "norm_stats.json"
-    )
-
-
-def make_checkpoint(folder):
-    build_tiny_checkpoint(folder, ["Reach"])
-    make_layout().save(folder)
-    save_stats(folder)
-    return folder
 
 
 def picture(seed=0, size=(120, 90), kind="PNG"):

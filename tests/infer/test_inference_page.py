@@ -8,7 +8,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from service_kit import CHUNK, Running, make_service, picture
+from policies import CHUNK
+from service_kit import Running, make_service, picture
 
 REPOSITORY = Path(__file__).parents[2]
 BLOCK = re.compile(r"^<!-- ([^\n]*) -->\n```\w*\n(.*?)^```$", re.MULTILINE | re.DOTALL)

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from service_kit import CHUNK, Q01, Q99, STATE, make_layout
+from policies import CHUNK, Q01, Q99, make_layout
+from service_kit import STATE
 
 from opendm.constants.robot import desc_value
 from opendm.data.config import DM05DataConfig

@@ -6,7 +6,8 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
-from service_kit import CHUNK, Q01, Q99, STATE, picture
+from policies import CHUNK, Q01, Q99
+from service_kit import STATE, picture
 
 from opendm.errors import ConfigError, DataError
 from opendm.infer.chunk_runner import ActionChunkRunner

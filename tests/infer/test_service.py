@@ -18,6 +18,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from policies import make_layout
 from service_kit import (
     STATE,
     STEPS,
@@ -25,7 +26,6 @@ from service_kit import (
     Running,
     b64,
     form,
-    make_layout,
     picture,
     strict,
     valid,
@@ -349,6 +349,16 @@ def test_idle_and_slow_clients_hinder_nobody_and_are_closed(
     assert replies[:64] == [b""] * 64
     assert all(reply.startswith(b"HTTP/1.1 408") for reply in replies[64:112])
     assert replies[112:] == [b""] * 16
+
+
+def test_no_reply_waits_for_an_acknowledgement(service):
+    """Head and body are two writes; Nagle's algorithm would hold the second one back."""
+    with Running(service) as running, connect(running.port) as client:
+        client.sendall(b"GET /healthz HTTP/1.1\r\nhost: x\r\n\r\n")
+        assert client.recv(1000).startswith(b"HTTP/1.1 200")
+        (connection,) = running.server.server_state.connections
+        theirs = connection.transport.get_extra_info("socket")
+        assert theirs.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
 
 
 def test_a_client_that_leaves_costs_nothing(service, served_policy):

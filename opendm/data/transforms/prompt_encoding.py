@@ -91,13 +91,13 @@ def encode_pictures(
 def scale_pixels(images: Sequence[Image.Image]) -> Float[Tensor, "images 3 height width"]:
     """Pixels of RGB pictures of one size, 0 .. 255 as -1 .. 1."""
     width, height = images[0].size
-    pixels = np.empty((len(images), 3, height, width), np.float32)
-    for planes, image in zip(pixels, images, strict=True):
+    pixels = torch.empty((len(images), 3, height, width))
+    for planes, image in zip(pixels.numpy(), images, strict=True):
         for channel, band in enumerate(image.split()):
             planes[channel] = np.asarray(band)
             planes[channel] -= HALF
             planes[channel] /= HALF
-    return torch.from_numpy(pixels)
+    return pixels
 
 
 def _encode_slowly(processor: Any, messages: Messages) -> Inputs:
