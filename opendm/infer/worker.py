@@ -94,7 +94,7 @@ class PolicyWorker:
             return [], False
         jobs, deadline = [first], time.monotonic() + self.window_s
         while len(jobs) < self.max_batch:
-            left_s = deadline - time.monotonic() 
+            left_s = deadline - time.monotonic() if len(jobs) < self._num_active else 0.0
             try:
                 job = self._queue.get(timeout=max(0.0, left_s))
             except queue.Empty:

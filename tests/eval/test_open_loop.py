@@ -136,9 +136,14 @@ def test_checkpoints_that_cannot_be_compared_are_named(
 def test_a_checkpoint_of_several_robots_acts_as_the_datasets(
     heldout, served_checkpoint, tmp_path, monkeypatch
 ):
-    arm = {"image_keys": ["front"], "image_prompts": ["Front"], "action_dim": 3}
-    robots = {"Arm": arm, "Sawyer": {}}
-    folder = link_checkpoint(served_checkpoint, tmp_path / "both", robots=robots, robot_type="Arm")
+    names = ("image_keys", "image_prompts", "action_mode", "state_desc", "action_dim")
+    sawyer = {name: getattr(make_layout(), name) for name in names}
+    arm = {"image_keys": ["front"], "image_prompts": ["Front"], "state_desc": ["joint"] * 3}
+    arm |= {"action_mode": "relative", "action_dim": 3}
+    robots = {"Arm": arm, "Sawyer": sawyer}
+    folder = link_checkpoint(
+        served_checkpoint, tmp_path / "both", robots=robots, robot_type="Arm", **arm
+    )
     alone = link_checkpoint(served_checkpoint, tmp_path / "alone")
 
     def evaluate(checkpoint, name=heldout):
