@@ -95,10 +95,20 @@ def end_with_launcher() -> None:
     Without a launcher, do nothing.
     """
     launcher = os.environ.pop(LAUNCHER_PID_VARIABLE, "")
-    if not launcher or sys.platform != "linux":
+    if launcher:
+        end_with_parent(int(launcher))
+
+
+def end_with_parent(parent: int) -> None:
+    """Have Linux kill this process when the thread that started it dies, also by a SIGKILL.
+
+    Args:
+        parent: number of the parent's process.
+    """
+    if sys.platform != "linux":
         return
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != int(launcher):  # it died before the line above
+    if os.getppid() != parent:  # it died before the line above
         os.kill(os.getpid(), signal.SIGKILL)
 
 

@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -100,7 +100,7 @@ def _read_lerobot(
     found.problems += _not_named_by(footers, problems) + problems
     uses = lerobot.video_uses(meta, fields, keys, table)
     found.num_pictures = len(uses)
-    found.problems += check_pictures(uses, replace(rules, image_dir=str(root)))
+    found.problems += check_pictures(uses, rules)
     if index is not None:
         in_parquet = {key: fields.cameras[key] for key in keys if
                       meta.features[fields.cameras[key]].get("dtype") == "image"}  # fmt: skip

@@ -1,4 +1,4 @@
-"""What the episodes of a dataset tell: lengths against the chunk, targets, doubles, numbers."""
+"""What the episodes of a dataset tell: lengths against the chunk, targets, numbers."""
 
 import hashlib
 from collections.abc import Iterator, Sequence
@@ -49,12 +49,12 @@ def check_episodes(
     yield from _check_targets(index, episodes, name)
     unused = [index.episodes[n] for n, count in zip(episodes, counts, strict=True) if not count]
     if unused:
-        reason = f"have no frame with a target and are not used: {_names(unused)}"
+        reason = f"have no frame with a target and are not used: {listed(unused)}"
         yield Problem(name, "episodes", reason, "warning", "unused_episode")
-    yield from _check_doubles(index, episodes, name)
 
 
-def _names(names: Sequence[str]) -> str:
+def listed(names: Sequence[str]) -> str:
+    """The first names, and how many more there are."""
     more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
     return f"{', '.join(names[:NAMED])}{more}"
 
@@ -80,26 +80,6 @@ def _check_targets(index: FrameIndex, episodes: Sequence[int], name: str) -> Ite
         yield Problem(name, "action", f"is not recorded in {without} of {len(episodes)} "
                       "episodes: the next frame's state is the target there, of the gripper too "
                       "(a measured width, not a command)", "warning", "next_state")  # fmt: skip
-
-
-def _check_doubles(index: FrameIndex, episodes: Sequence[int], name: str) -> Iterator[Problem]:
-    """Episodes whose numbers and tasks are the same; pictures may lie under other names."""
-    first_of: dict[bytes, str] = {}
-    doubles = []
-    for episode in episodes:
-        rows = index.episode_rows(episode)
-        if len(rows) < 2:
-            continue
-        part = slice(rows.start, rows.stop)
-        digest = hashlib.blake2b(digest_size=16)
-        for table in (index.state, index.action, index.task):
-            digest.update(np.ascontiguousarray(table[part]).data)
-        other = first_of.setdefault(digest.digest(), index.episodes[episode])
-        if other != index.episodes[episode]:
-            doubles.append(f"{index.episodes[episode]} = {other}")
-    if doubles:
-        reason = f"{len(doubles)} have the same numbers as another one: {_names(doubles)}"
-        yield Problem(name, "episodes", reason, "warning", "duplicate_episode")
 
 
 def check_index(source: Source) -> Iterator[Problem]:

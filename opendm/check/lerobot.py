@@ -29,6 +29,8 @@ EPISODE: Final = re.compile(r"(.*?), (episodes? [\d, to]+) \(\d+ frames\): (.*)"
 """How the scan names what it leaves out."""
 ROW: Final = re.compile(r"row (\d+): ([\w.]+(?:\[\d+\])?) (.*)", re.DOTALL)
 BATCH_ROWS: Final = 64
+LARGE_GROUP_BYTES: Final = 64 * 1024**2
+"""Pictures of a row group; a frame drawn at random reads all of its group."""
 
 
 def check_metadata(
@@ -135,10 +137,34 @@ def check_parquet_pictures(
         path = root / entry.path
         for key, column in columns.items():
             try:
+                yield from _check_groups(path, key, column)
                 yield from _check_column(path, key, column, decode=decode)
             except (pa.ArrowException, OSError) as error:
                 reason = f"column {column} cannot be read: {error}"
                 yield Problem(str(path), key, reason, code="parquet")
+
+
+def _check_groups(path: Path, key: str, column: str) -> Iterator[Problem]:
+    """Whether a frame can be read without many others."""
+    with parquet.ParquetFile(path) as file:
+        groups = [file.metadata.row_group(number) for number in range(file.num_row_groups)]
+    largest, rows = 0, 0
+    for group in groups:
+        parts = [group.column(number) for number in range(group.num_columns)]
+        size = sum(
+            part.total_uncompressed_size
+            for part in parts
+            if part.path_in_schema == column or part.path_in_schema.startswith(f"{column}.")
+        )
+        if size > largest:
+            largest, rows = size, group.num_rows
+    if largest > LARGE_GROUP_BYTES:
+        reason = (
+            f"has row groups of up to {rows:,} rows with {largest / 1024**2:.0f} MB of pictures, "
+            "and every frame that is drawn at random reads a whole one; write the file again with "
+            "row_group_size=100, or record videos"
+        )
+        yield Problem(str(path), key, reason, "warning", "row_group_large")
 
 
 def _check_column(path: Path, key: str, column: str, *, decode: bool) -> Iterator[Problem]:

@@ -1,6 +1,7 @@
 """Every record of a folder of JSONL episodes, read strictly; nothing stops at the first problem."""
 
 import multiprocessing
+import os
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -15,6 +16,7 @@ from opendm.check.frame import Finding, check_frame, parse
 from opendm.check.listing import list_episodes
 from opendm.check.problem import RECORD, Problem
 from opendm.data.episodes import MAX_LINE_BYTES
+from opendm.runtime import end_with_parent
 
 NUM_PROCESSES: Final = 2
 FORK_BYTES: Final = 8 << 20
@@ -104,7 +106,9 @@ def scan_records(
         scans = list(map(work, found.files))
     else:
         context = multiprocessing.get_context("fork")
-        with ProcessPoolExecutor(NUM_PROCESSES, context) as pool:
+        with ProcessPoolExecutor(
+            NUM_PROCESSES, context, initializer=end_with_parent, initargs=(os.getpid(),)
+        ) as pool:
             scans = list(pool.map(work, found.files, chunksize=4))
     return _merge(found.problems, scans, state_size)
 

@@ -1,6 +1,6 @@
 """``check``: everything that can be known before a run starts, in one pass; and its short form."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
@@ -9,6 +9,7 @@ import numpy as np
 
 from opendm.check.config import DM05CheckConfig
 from opendm.check.contents import camera_row, count_left_out, leave_out, read_contents
+from opendm.check.copies import SplitEpisodes, check_copies
 from opendm.check.dims import check_dims
 from opendm.check.episodes import check_episodes, check_index, check_samples, num_samples
 from opendm.check.pictures import PictureRules, check_pictures, sample_pictures
@@ -75,13 +76,16 @@ def check(run: CheckedRun, options: DM05CheckConfig) -> CheckReport:
     """
     report = CheckReport()
     processor = _processor(run, report)
+    splits = []
     for part in run.parts():
         selected = _check_files(part, options, report)
         if selected is not None:
+            splits.append(split_episodes(part, selected))
             report.add(check_index(selected.source))
             report.add(check_selection(part, selected))
             if processor is not None:
                 _check_tasks(part, selected, processor, report)
+    report.add(check_copies(splits))
     if report.counts.get("samples"):
         report.add(check_samples(report.counts["samples"], run.global_batch, run.name))
         report.add(check_statistics(run.data, run.model.chunk_size))
@@ -103,13 +107,15 @@ def check_briefly(run: CheckedRun) -> CheckReport:
         DataError: a dataset cannot be opened.
     """
     report = CheckReport()
-    total = 0
+    total, splits = 0, []
     for part in run.parts():
         selected = part.data.open_source("train")
+        splits.append(split_episodes(part, selected))
         total += int(num_samples(selected.source.index, selected.episodes).sum())
         report.add(check_selection(part, selected))
         uses = sample_pictures(sampled_records(selected), part.info()["image_keys"])
         report.add(check_pictures(uses, part.rules()))
+    report.add(check_copies(splits))
     report.add(check_samples(total, run.global_batch, run.name))
     report.add(check_statistics(run.data, run.model.chunk_size))
     return report
@@ -120,6 +126,18 @@ def check_selection(run: CheckedRun, selected: Selection) -> Iterator[Problem]:
     index, name = selected.source.index, run.data.dataset_name
     yield from check_dims(index, name, run.info().get("state_desc"), run.data.action_mode)
     yield from check_episodes(index, selected.episodes, name, run.model.chunk_size)
+
+
+def split_episodes(run: CheckedRun, selected: Selection) -> SplitEpisodes:
+    """The episodes of both splits of one dataset."""
+    data = run.data
+    held_out: Sequence[int] = ()
+    if data.val_episodes:
+        try:
+            held_out = data.open_source("val").episodes
+        except DataError:
+            pass  # it has bad records, which are findings of their own
+    return SplitEpisodes(data.dataset_name, selected.source.index, selected.episodes, held_out)
 
 
 def sampled_records(selected: Selection) -> list[tuple[str, dict[str, Any]]]:

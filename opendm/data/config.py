@@ -5,23 +5,25 @@ Importing this module imports no framework; methods do when they are called.
 
 import copy
 import inspect
-import logging
-from collections.abc import Mapping, Sequence
+import json
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from opendm.constants.robot import ActionMode
 from opendm.data.dataset import JsonlDataset, Transform
-from opendm.data.formats import dataset_info, open_source
+from opendm.data.formats import dataset_info, open_source, with_folders
 from opendm.data.mixture import Mixture
 from opendm.data.mixture_weights import MIXTURE_BY, mix, parse_entries
 from opendm.data.norm_stats_job import norm_stats_name, robot_name, text_digest
 from opendm.data.normalize import NormStatsFile
+from opendm.data.part_checks import check_angle_dims, check_modes, check_shared_files
 from opendm.data.selection import Selection, numbers_in_index, usable_episodes
-from opendm.data.stat_file import ensure_statistics, given_statistics
+from opendm.data.stat_file import ensure_statistics, given_statistics, read_statistics
 from opendm.data.stat_origin import statistics_origin
 from opendm.data.val_split import Split, select_split
+from opendm.dataset.register import is_registered
 from opendm.errors import ConfigError, DataError
 from opendm.flags import choice_flag, enum_flag
 
@@ -29,40 +31,6 @@ if TYPE_CHECKING:
     from opendm.data.augmentations import TransformPipeline
     from opendm.data.collator import TrainingCollator
     from opendm.data.transforms import BuildAction, Pipeline
-
-logger = logging.getLogger(__name__)
-
-
-def check_modes(parts: "Sequence[DM05DataConfig]") -> None:
-    """Refuse a mixture in which one robot's actions would be learnt in two ways.
-
-    Raises:
-        ConfigError: names both datasets.
-    """
-    first: dict[str | None, DM05DataConfig] = {}
-    for part in parts:
-        robot = part._dataset_info().get("robot_type")  # noqa: SLF001 - the public hook
-        other = first.setdefault(robot, part)
-        if other.action_mode is not part.action_mode:
-            raise ConfigError(
-                f"datasets {other.dataset_name!r} ({other.action_mode.name}) and "
-                f"{part.dataset_name!r} ({part.action_mode.name}) have robot type {robot!r}, whose "
-                "statistics need one action mode; give them robot types of their own"
-            )
-
-
-def check_angle_dims(name: str, info: Mapping[str, Any]) -> None:
-    """Refuse ``angle_dims`` that are not numbers of dimensions of ``state_desc``.
-
-    Raises:
-        ConfigError: names the dataset and what is allowed.
-    """
-    dims, desc = info.get("angle_dims") or (), info.get("state_desc") or ()
-    if any(type(dim) is not int or not 0 <= dim < len(desc) for dim in dims):
-        raise ConfigError(
-            f"angle_dims {list(dims)} in the registration of {name!r}: expected numbers of "
-            f"dimensions of state_desc, 0 to {len(desc) - 1}"
-        )
 
 
 @dataclass
@@ -105,15 +73,18 @@ class DM05DataConfig:
     """What a record that cannot be used does: refuse the dataset, or end its episode before it."""
     index_root: str | None = None
     """Folder of the dataset indices; the user's cache folder by default."""
+    verify_index: bool = False
+    """Compare the contents of all data files with the index, not only their sizes and times."""
 
     def _dataset_info(self) -> dict[str, Any]:
         """The registration's fields, with this config's folders."""
-        info = dataset_info(self.dataset_name)
+        info = dataset_info(
+            self.dataset_name,
+            skip_bad=self.bad_records == "skip",
+            allow_outside_root=self.allow_outside_root,
+        )
         info["robot_type"] = robot_name(info.get("robot_type"))
-        for key, folder in (("jsonl_dir", self.jsonl_dir), ("image_dir", self.image_dir)):
-            if folder is not None:
-                info[key] = folder
-        return info
+        return with_folders(info, self.jsonl_dir, self.image_dir)
 
     def parts(self) -> "list[DM05DataConfig]":
         """One configuration per dataset: of the mixture, or this one alone.
@@ -129,10 +100,10 @@ class DM05DataConfig:
             )
         parts = []
         for entry in parse_entries(self.datasets):
-            declared = dataset_info(entry.name).get("action_mode")
-            mode = self.action_mode if declared is None else ActionMode(declared)
             part = copy.copy(self)
-            part.dataset_name, part.datasets, part.action_mode = entry.name, [], mode
+            part.dataset_name, part.datasets = entry.name, []
+            declared = part._dataset_info().get("action_mode")  # noqa: SLF001 - of its own class
+            part.action_mode = self.action_mode if declared is None else ActionMode(declared)
             parts.append(part)
         return parts
 
@@ -159,6 +130,7 @@ class DM05DataConfig:
         for part in parts:
             part.check_dataset()
         check_modes(parts)
+        check_shared_files(parts)
 
     def check_dataset(self) -> None:
         """Check the registration and folders of this configuration's one dataset.
@@ -202,13 +174,50 @@ class DM05DataConfig:
         return BuildAction(chunk_size, self.action_mode)
 
     def norm_stats_path(self, chunk_size: int) -> Path:
-        """File of the statistics of this dataset, mode and chunk size, or the one that is given."""
+        """File of the statistics of this dataset, mode and chunk size, or the one that is given.
+
+        A registered dataset with default settings has the public framework's name. All else that
+        is counted otherwise has a name of its own, so that no run meets the numbers of another.
+        """
         if self.norm_stats_file is not None:
             return Path(self.norm_stats_file)
-        names = [part.dataset_name for part in self.parts()]
+        parts = self.parts()
+        names = [part.dataset_name for part in parts]
         dataset = "+".join(Path(name).resolve().name if "/" in name else name for name in names)
-        name = norm_stats_name(dataset, repr(self.action_transform(chunk_size)))
+        settings = [part._own_settings(chunk_size) for part in parts]  # noqa: SLF001 - of its own class
+        is_public = not self.datasets and settings == [""]
+        name = norm_stats_name(
+            dataset,
+            repr(self.action_transform(chunk_size)),
+            "" if is_public else json.dumps(settings),
+        )
         return Path(self.norm_stats_root) / name
+
+    def _choices(self, info: Mapping[str, Any]) -> dict[str, Any]:
+        """What chooses the frames that are counted, where it is not the default."""
+        choices = {
+            "val_episodes": self.val_episodes,
+            "bad_records": self.bad_records if self.bad_records != "refuse" else None,
+            **{key: info.get(key) for key in ("episodes", "columns", "angle_dims")},
+        }
+        return {key: value for key, value in choices.items() if value}
+
+    def _own_settings(self, chunk_size: int) -> str:
+        """What sets the statistics of this one dataset apart from the public ones; "" if nothing.
+
+        With the folder, since two folders may have one name, or one name in two working folders.
+        """
+        info = self._dataset_info()
+        settings = {**self._choices(info), "max_batches": self.compute_norm_stats_max_batches}
+        is_registered_folder = is_registered(self.dataset_name) and self.jsonl_dir is None
+        if is_registered_folder and not any(settings.values()):
+            return ""
+        settings |= {
+            "default_robot_type": self.norm_stats_default_robot_type,
+            "folder": str(Path(info["jsonl_dir"]).resolve()),
+            "transform": repr(self.action_transform(chunk_size)),
+        }
+        return json.dumps(settings, sort_keys=True, default=str)
 
     def build_norm_stats_dataset(self, chunk_size: int) -> JsonlDataset:
         """Samples of states and actions only; no image is opened, and no held-out episode."""
@@ -227,6 +236,8 @@ class DM05DataConfig:
             skip_bad=self.bad_records == "skip",
             columns=info.get("columns"),
             index_root=self.index_root,
+            verify=self.verify_index,
+            allow_outside_root=self.allow_outside_root,
         )
         numbers = info.get("episodes")
         chosen = None if numbers is None else numbers_in_index(source, numbers)
@@ -264,6 +275,15 @@ class DM05DataConfig:
             return given_statistics(path, origin)
         return ensure_statistics(path, origin, lambda: self._compute_statistics(chunk_size))
 
+    def read_norm_stats(self, chunk_size: int) -> bytes:
+        """The content of the file of :meth:`compute_norm_stats`.
+
+        Raises:
+            ConfigError: another run has put other statistics there.
+        """
+        origin = self._norm_stats_origin(chunk_size)
+        return read_statistics(self.norm_stats_path(chunk_size), origin)
+
     def _compute_statistics(self, chunk_size: int) -> NormStatsFile:
         from opendm.data.statistics import compute_statistics, part_of_dataset
 
@@ -292,13 +312,7 @@ class DM05DataConfig:
             robot_types=[info.get("robot_type")],
             default_robot_type=self.norm_stats_default_robot_type,
             max_batches=self.compute_norm_stats_max_batches,
-            choices={
-                "val_episodes": self.val_episodes,
-                "bad_records": self.bad_records if self.bad_records != "refuse" else None,
-                "episodes": info.get("episodes"),
-                "columns": info.get("columns"),
-                "angle_dims": info.get("angle_dims"),
-            },
+            choices=self._choices(info),
         )
 
     def image_pipeline(self, image_size: int) -> "TransformPipeline":
@@ -322,14 +336,14 @@ class DM05DataConfig:
         make_pixels = self.image_pipeline if augment else NoAugmentationPipeline
         info = self._dataset_info()
         folder, keys = info["image_dir"], info["image_keys"]
-        outside = self.allow_outside_root
+        outside, path = self.allow_outside_root, self.norm_stats_path(chunk_size)
         history = [t.LoadHistory(keys[0], folder, allow_outside_root=outside)]
         return t.Pipeline([
             self.action_transform(chunk_size),
             t.LoadImages(keys, folder, allow_outside_root=outside),
             *(history if self.is_history else []),
             t.PixelTransform(make_pixels(image_size(processor))),
-            t.Normalize(self.norm_stats_path(chunk_size), ("state", "action")),
+            t.Normalize(path, ("state", "action"), required=("state",) if self.add_state else ()),
             t.ChatTokenization(
                 processor,
                 self.n_bins,

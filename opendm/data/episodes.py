@@ -99,7 +99,23 @@ def check_record(
         raise DataError(f"{where}: field 'prompt' is missing; every frame of an episode needs it")
     if not isinstance(frame["prompt"], str):
         raise DataError(f"{where}: prompt is {frame['prompt']!r:.60}; expected a text")
+    check_text(frame["prompt"], f"{where}: prompt")
     return frame
+
+
+def check_text(text: str, where: str) -> None:
+    """Refuse what JSON can hold and no tokenizer reads.
+
+    Raises:
+        DataError: half of a surrogate pair, as programs leave that cut texts of UTF-16.
+    """
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise DataError(
+            f"{where} {text!r:.60} holds {text[error.start]!r}, half of a character (a lone "
+            "surrogate); correct the text"
+        ) from error
 
 
 def check_vector(frame: Mapping[str, Any], field: str, size: int | None, where: str) -> list[Any]:

@@ -3,14 +3,14 @@
 import logging
 import re
 from collections.abc import Mapping
-from functools import cache
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any, Final
 
-from opendm.data.episodes import parse_frame
+from opendm.data.episodes import Sizes, check_record, location, parse_frame
 from opendm.data.index import FrameIndex
 from opendm.data.index_cache import Stamp, cached_index
-from opendm.data.jsonl_files import first_line, list_jsonl
+from opendm.data.jsonl_files import Listing, first_line, list_jsonl
 from opendm.data.jsonl_source import JsonlSource, scan_jsonl
 from opendm.data.selection import Episode, usable_episodes
 from opendm.data.source import Source
@@ -24,6 +24,7 @@ SUPPORTED: Final = (
     "OpenDM JSONL (*.jsonl, one JSON object per line), LeRobot v2.0/v2.1 and LeRobot v3.0 "
     "(meta/info.json)"
 )
+CAMERA: Final = "images_"
 HUB_ID: Final = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 _reported: set[tuple[Path, str]] = set()
@@ -36,6 +37,7 @@ def open_source(
     columns: Mapping[str, str | None] | None = None,
     index_root: "str | Path | None" = None,
     verify: bool = False,
+    allow_outside_root: bool = False,
 ) -> Source:
     """Open a folder of any of the three formats; its index is made once and then mapped.
 
@@ -45,6 +47,7 @@ def open_source(
         columns: which of a LeRobot dataset's features are state, action and cameras.
         index_root: folder of the indices; the user's cache folder by default.
         verify: compare the contents of all files with those that were indexed.
+        allow_outside_root: read JSONL files too that links lead out of the folder to.
 
     Raises:
         DataError: the folder is missing, or a record is bad and ``skip_bad`` is not given.
@@ -64,7 +67,7 @@ def open_source(
         )
         _report(root, index)
         return LeRobotSource(root, index, columns)
-    listing = list_jsonl(root)
+    listing = list_jsonl(root, allow_outside_root=allow_outside_root)
     index = cached_index(
         root,
         f"jsonl {mode}",
@@ -86,8 +89,15 @@ def find_episodes(root: "str | Path") -> list[Episode]:
     return usable_episodes(open_source(root))
 
 
-def dataset_info(name: str) -> dict[str, Any]:
+def dataset_info(
+    name: str, *, skip_bad: bool = False, allow_outside_root: bool = False
+) -> dict[str, Any]:
     """The fields of a registered dataset, of a folder, or of a dataset on the Hub.
+
+    Args:
+        name: registered name, folder or Hub id.
+        skip_bad: as in :func:`open_source`.
+        allow_outside_root: as in :func:`open_source`.
 
     Raises:
         ConfigError: ``name`` is none of them.
@@ -96,36 +106,95 @@ def dataset_info(name: str) -> dict[str, Any]:
     if is_registered(name):
         return dataset_fields(name)
     if Path(name).is_dir():
-        return describe_folder(Path(name))
-    if HUB_ID.fullmatch(name):
-        return describe_folder(_hub_folder(name))
-    if "/" in name or "\\" in name:
+        folder = Path(name)
+    elif HUB_ID.fullmatch(name):
+        folder = _hub_folder(name)
+    elif "/" in name or "\\" in name:
         raise ConfigError(
             f"--data-config.dataset-name {name!r} is a path, and there is no such folder; give a "
             f"registered name, a Hub id (org/name) or a folder of {SUPPORTED}"
         )
-    return dataset_fields(name)  # says which registered names are near
+    else:
+        return dataset_fields(name)  # says which registered names are near
+    return describe_folder(folder, skip_bad=skip_bad, allow_outside_root=allow_outside_root)
 
 
-def describe_folder(root: Path) -> dict[str, Any]:
-    """The fields of a registration, as far as the data itself tells them.
+def with_folders(
+    info: Mapping[str, Any], jsonl_dir: str | None, image_dir: str | None
+) -> dict[str, Any]:
+    """A registration's fields with other folders, where they are given.
 
     Raises:
-        DataError: the folder holds none of the supported formats.
+        ConfigError: the pictures of a LeRobot dataset are looked for outside of its folder.
+    """
+    given = {"jsonl_dir": jsonl_dir, "image_dir": image_dir}
+    fields = {**info, **{key: folder for key, folder in given.items() if folder is not None}}
+    root = Path(fields["jsonl_dir"])
+    if (root / LEROBOT_INFO).is_file():
+        if image_dir is not None and Path(image_dir).resolve() != root.resolve():
+            raise ConfigError(
+                f"--data-config.image-dir {image_dir!r} is another folder than the LeRobot dataset "
+                f"{str(root)!r}, which has its own pictures; leave image-dir out"
+            )
+        fields["image_dir"] = fields["jsonl_dir"]
+    return fields
+
+
+def describe_folder(
+    root: Path, *, skip_bad: bool = False, allow_outside_root: bool = False
+) -> dict[str, Any]:
+    """The fields of a registration, as far as the data itself tells them.
+
+    The cameras are all ``images_*`` of the episodes' first frames, ``images_1`` to ``images_10`` in
+    the order of their numbers, then those with names.
+
+    Raises:
+        DataError: the folder holds none of the supported formats, or no camera.
     """
     if (root / LEROBOT_INFO).is_file():
         from opendm.data.lerobot_fields import describe_lerobot
 
         return describe_lerobot(root)
-    for file in list_jsonl(root).files:
-        line = first_line(root / file.path)
-        if line:
-            frame = parse_frame(line, f"first frame of {root / file.path}")
-            keys = [k for k, v in frame.items() if k.startswith("images_") and isinstance(v, dict)]
-            prompts = [f"Camera {number}" for number in range(1, len(keys) + 1)]
-            folders = {"jsonl_dir": str(root), "image_dir": str(root)}
-            return {**folders, "image_keys": keys, "image_prompts": prompts}
-    raise DataError(f"{root} holds no dataset of a supported format: {SUPPORTED}")
+    listing = list_jsonl(root, allow_outside_root=allow_outside_root)
+    if not listing.files:
+        raise DataError(f"{root} holds no dataset of a supported format: {SUPPORTED}")
+    keys = _find_cameras(root, listing, skip_bad=skip_bad)
+    if not keys:
+        raise DataError(
+            f"{root}: no episode's first frame has a camera; expected fields images_1, images_2 "
+            "and so on with an object of type and url, or register the dataset with its image_keys"
+        )
+    return {
+        "jsonl_dir": str(root),
+        "image_dir": str(root),
+        "image_keys": list(keys),
+        "image_prompts": [f"Camera {number}" for number in range(1, len(keys) + 1)],
+    }
+
+
+@lru_cache(maxsize=16)
+def _find_cameras(root: Path, listing: Listing, *, skip_bad: bool) -> tuple[str, ...]:
+    """Cameras of all files; they are read once for as long as the listing stays the same."""
+    found: dict[str, None] = {}
+    for file in listing.files:
+        path = root / file.path
+        line = first_line(path).strip()
+        if not line:
+            continue
+        try:
+            frame = check_record(line, "", Sizes(), has_actions=None)
+        except DataError:
+            if skip_bad:
+                continue  # this episode ends before its first frame
+            frame = parse_frame(line, location(path, 0))
+        keys = [k for k, v in frame.items() if k.startswith(CAMERA) and isinstance(v, dict)]
+        found |= dict.fromkeys(keys)
+    return tuple(sorted(found, key=_camera_number))
+
+
+def _camera_number(key: str) -> tuple[bool, int]:
+    number = key.removeprefix(CAMERA)
+    return (False, int(number)) if number.isdecimal() else (True, 0)
 
 
 @cache

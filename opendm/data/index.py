@@ -13,8 +13,9 @@ import numpy as np
 
 from opendm.errors import DataError
 
-FORMAT_VERSION: Final = 1
+FORMAT_VERSION: Final = 2
 TABLE_FILE: Final = "index.json"
+FILE_FIELDS: Final = ("files", "metadata")
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +56,8 @@ class FrameIndex:
     """int64 ``[N]``: byte offset of a line in its file, or row of a parquet file."""
     num_bytes: np.ndarray
     """int32 ``[N]``: length of a line without its end; 0 in parquet files."""
+    metadata: tuple[IndexedFile, ...] = ()
+    """Files that say how the data files are read: of a LeRobot dataset, those of ``meta``."""
     folder: Path | None = None
     """Where the arrays are mapped from; None where they are in memory."""
 
@@ -72,9 +75,9 @@ class FrameIndex:
         return max(0, len(self.episode_rows(episode)) - (not self.has_actions[episode]))
 
     def fingerprint(self) -> str:
-        """Hash of names and contents of all data files."""
+        """Hash of names and contents of all files."""
         digest = hashlib.sha256()
-        for file in self.files:
+        for file in (*self.files, *self.metadata):
             digest.update(file.path.encode() + b"\0")
             digest.update(bytes.fromhex(file.sha256))
         return digest.hexdigest()
@@ -88,7 +91,8 @@ class FrameIndex:
                 np.save(folder / f"{field.name}.npy", value, allow_pickle=False)
             else:
                 table[field.name] = value
-        table["files"] = [asdict(file) for file in self.files]
+        for name in FILE_FIELDS:
+            table[name] = [asdict(file) for file in getattr(self, name)]
         (folder / TABLE_FILE).write_text(json.dumps(table), encoding="utf-8")
 
     @classmethod
@@ -103,8 +107,8 @@ class FrameIndex:
             raise ValueError(f"format_version {table['format_version']}")
         values: dict[str, Any] = {}
         for field in _stored():
-            if field.name == "files":
-                values["files"] = tuple(IndexedFile(**entry) for entry in table["files"])
+            if field.name in FILE_FIELDS:
+                values[field.name] = tuple(IndexedFile(**entry) for entry in table[field.name])
             elif field.name in table:
                 values[field.name] = tuple(table[field.name])
             else:

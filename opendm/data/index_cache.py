@@ -13,6 +13,7 @@ import os
 import re
 import shutil
 import tempfile
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
@@ -30,6 +31,8 @@ NEW: Final = "new-"
 
 DAMAGE: Final = (OSError, ValueError, KeyError, TypeError, IndexError, AttributeError, EOFError)
 """What reading a file that is cut or of another shape raises."""
+
+_threads = threading.Lock()
 
 Stamp = Sequence[tuple[str, int, int]]
 """Path below the root, bytes and ``mtime_ns`` of every file that the index was made from."""
@@ -64,12 +67,14 @@ def cached_index(
         with _locked(folder):
             return _open(root, folder, stamp, verify=verify) or _build(folder, stamp, scan)
     except OSError as error:
-        found = _open(root, folder, stamp, verify=verify)  # a cache that others filled
-        if found is not None:
-            return found
+        own = Path(_temporary_folder().name) / folder.name
+        for place in (folder, own):  # others may have filled the cache
+            found = _open(root, place, stamp, verify=verify)
+            if found is not None:
+                return found
         logger.warning("index folder %s cannot be written (%s); using a temporary one", parent,
                        error.strerror)  # fmt: skip
-        return _build(Path(_temporary_folder().name) / folder.name, stamp, scan)
+        return _build(own, stamp, scan)
 
 
 def _key(root: Path, kind: str) -> str:
@@ -81,8 +86,17 @@ def _key(root: Path, kind: str) -> str:
 
 @contextmanager
 def _locked(folder: Path) -> Iterator[None]:
-    with folder.with_name(f"{folder.name}.lock").open("a") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)  # let go when the file is closed, also by a kill
+    """Hold the lock of an index; it is let go when this process ends, in whatever way.
+
+    A record lock, since processes that are forked meanwhile inherit others and would keep them. It
+    does not part the threads of one process, and any of them drops it by closing the file.
+    """
+    with _threads, folder.with_name(f"{folder.name}.lock").open("a") as file:
+        try:
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except (BlockingIOError, PermissionError):  # fcntl(2): EAGAIN or EACCES
+            logger.info("waiting for another process that opens or makes the index %s", folder)
+            fcntl.lockf(file, fcntl.LOCK_EX)
         yield
 
 
@@ -102,7 +116,7 @@ def _open(root: Path, folder: Path, stamp: Stamp, *, verify: bool) -> FrameIndex
 
 
 def _same_contents(root: Path, index: FrameIndex) -> bool:
-    for entry in index.files:
+    for entry in (*index.files, *index.metadata):
         with (root / entry.path).open("rb") as file:
             if hashlib.file_digest(file, "sha256").hexdigest() != entry.sha256:
                 logger.warning("%s has other contents than its index; made again", entry.path)

@@ -3,10 +3,12 @@
 import io
 import os
 import stat
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+from opendm.data.paths import check_inside
 from opendm.errors import DataError
 
 COUNT_BYTES: Final = 1 << 20
@@ -32,8 +34,14 @@ class Listing:
     """One line for each file that a link names a second time."""
 
 
-def list_jsonl(root: Path) -> Listing:
+def list_jsonl(root: Path, *, allow_outside_root: bool = False) -> Listing:
     """All ``*.jsonl`` below a folder; what two names lead to is listed once.
+
+    Links to folders are not followed.
+
+    Args:
+        root: the folder.
+        allow_outside_root: list links to files that lie elsewhere instead of refusing them.
 
     Raises:
         DataError: the folder is missing, or some of the names are no files that can be read.
@@ -43,19 +51,20 @@ def list_jsonl(root: Path) -> Listing:
             f"dataset folder {str(root)!r} does not exist; check jsonl_dir of the registration or "
             "give --data-config.jsonl-dir"
         )
+    entries = sorted(_entries(str(root), ""), key=lambda pair: pair[0].split("/"))
     files, repeated, problems = [], [], []
-    first_of: dict[tuple[int, int], Path] = {}
-    for path in sorted(root.rglob("*.jsonl")):
-        name = path.relative_to(root).as_posix()
-        reason, entry = _look_at(path)
-        if reason or entry is None:
-            problems.append(f"{path} {reason}")
+    first_of: dict[tuple[int, int], tuple[str, bool]] = {}
+    for name, entry in entries:
+        reason, found = _look_at(entry, root, allow_outside_root=allow_outside_root)
+        if reason or found is None:
+            problems.append(f"{entry.path} {reason}")
             continue
-        other = first_of.setdefault((entry.st_dev, entry.st_ino), path)
-        if other != path and (path.is_symlink() or other.is_symlink()):
-            repeated.append(f"{name}: the same file as {other.relative_to(root)}; counted once")
+        is_link = entry.is_symlink()
+        other, is_other_link = first_of.setdefault((found.st_dev, found.st_ino), (name, is_link))
+        if other != name and (is_link or is_other_link):
+            repeated.append(f"{name}: the same file as {other}; counted once")
         else:
-            files.append(FoundFile(name, entry.st_size, entry.st_mtime_ns))
+            files.append(FoundFile(name, found.st_size, found.st_mtime_ns))
     if problems:
         raise DataError(
             f"{len(problems)} of the *.jsonl names are no files that can be read: "
@@ -64,17 +73,39 @@ def list_jsonl(root: Path) -> Listing:
     return Listing(tuple(files), tuple(repeated))
 
 
-def _look_at(path: Path) -> tuple[str, os.stat_result | None]:
-    """Why a path is no data file, or nothing, and what it is."""
+def _entries(folder: str, prefix: str) -> Iterator[tuple[str, "os.DirEntry[str]"]]:
+    """Relative path and entry of every name that ends in ``.jsonl``; much faster than ``rglob``."""
     try:
-        entry = path.stat()
+        entries = list(os.scandir(folder))
+    except OSError:
+        return
+    for entry in entries:
+        if entry.name.endswith(".jsonl"):
+            yield prefix + entry.name, entry
+        if entry.is_dir(follow_symlinks=False):
+            yield from _entries(entry.path, f"{prefix}{entry.name}/")
+
+
+def _look_at(
+    entry: "os.DirEntry[str]", root: Path, *, allow_outside_root: bool
+) -> tuple[str, os.stat_result | None]:
+    """Why a name is no data file, or nothing, and what it is."""
+    try:
+        found = entry.stat()
     except OSError as error:
         return f"leads nowhere ({error.strerror})", None
-    if stat.S_ISDIR(entry.st_mode):
+    if stat.S_ISDIR(found.st_mode):
         return "is a folder", None
-    if not stat.S_ISREG(entry.st_mode):
+    if not stat.S_ISREG(found.st_mode):
         return "is a pipe, socket or device", None
-    return ("" if os.access(path, os.R_OK) else "may not be read by this user"), entry
+    if not os.access(entry.path, os.R_OK):
+        return "may not be read by this user", None
+    if entry.is_symlink() and not allow_outside_root:
+        try:
+            check_inside(Path(entry.path), str(root))
+        except DataError as error:
+            return f"cannot be used: {error}", None
+    return "", found
 
 
 def open_data(path: Path) -> io.BufferedReader:

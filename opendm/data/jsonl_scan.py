@@ -6,6 +6,8 @@ cut at line ends.
 
 import gc
 import multiprocessing
+import os
+from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
@@ -20,6 +22,7 @@ from opendm.data.index import FrameIndex, IndexedFile
 from opendm.data.jsonl_files import FoundFile, Listing, first_line, list_jsonl, open_data
 from opendm.data.jsonl_pieces import Piece, Scanned, scan_piece
 from opendm.errors import DataError
+from opendm.runtime import end_with_parent
 
 NUM_PROCESSES: Final = 2
 PIECE_BYTES: Final = 16 << 20
@@ -61,7 +64,9 @@ def _can_fork() -> bool:
 
 def _in_processes(tasks: Sequence[Sequence[Piece]], sizes: Sizes) -> list[Scanned]:
     context = multiprocessing.get_context("fork")
-    with ProcessPoolExecutor(NUM_PROCESSES, context, initializer=gc.disable) as pool:
+    with ProcessPoolExecutor(
+        NUM_PROCESSES, context, initializer=_start_worker, initargs=(os.getpid(),)
+    ) as pool:
         futures = [pool.submit(_scan_pieces, pieces, sizes) for pieces in tasks]
         try:
             return [part for future in futures for part in future.result()]
@@ -71,25 +76,31 @@ def _in_processes(tasks: Sequence[Sequence[Piece]], sizes: Sizes) -> list[Scanne
             pool.shutdown(cancel_futures=True)
 
 
+def _start_worker(parent: int) -> None:
+    end_with_parent(parent)
+    gc.disable()
+
+
 def _scan_pieces(pieces: Sequence[Piece], sizes: Sizes) -> list[Scanned]:
     return [scan_piece(piece, sizes) for piece in pieces]
 
 
 def _expected_sizes(root: Path, files: Sequence[FoundFile]) -> Sizes:
-    """Lengths of the first good first frames."""
-    sizes = Sizes()
+    """Lengths of most files' first frames."""
+    counts: dict[str, Counter[int]] = {"state": Counter(), "action": Counter()}
     for file in files:
-        line = first_line(root / file.path)
         try:
-            frame = check_record(line, "", Sizes(), has_actions=None)
+            frame = check_record(first_line(root / file.path), "", Sizes(), has_actions=None)
         except DataError:
             continue
-        state = len(frame["state"]) if sizes.state is None else sizes.state
-        action = len(frame.get("action", ())) or None if sizes.action is None else sizes.action
-        sizes = Sizes(state, action)
-        if action is not None:
-            break
-    return sizes
+        for field, count in counts.items():
+            count.update([len(frame[field])] if field in frame else [])
+    return Sizes(*(_most_common(count) for count in counts.values()))
+
+
+def _most_common(counts: Counter[int]) -> int | None:
+    """Of several equally frequent sizes the largest, as the check decides."""
+    return max(counts, key=lambda size: (counts[size], size)) if counts else None
 
 
 def _cut(root: Path, files: Sequence[FoundFile]) -> list[list[Piece]]:

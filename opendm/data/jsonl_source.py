@@ -11,7 +11,7 @@ from opendm.data.episodes import parse_frame
 from opendm.data.index import FrameIndex
 from opendm.data.jsonl_files import line_number
 from opendm.data.jsonl_scan import scan_jsonl
-from opendm.data.source import Source
+from opendm.data.source import Source, check_unchanged
 from opendm.errors import DataError
 
 __all__ = ["JsonlSource", "scan_jsonl"]
@@ -60,12 +60,7 @@ class JsonlSource(Source):
         file = index.files[index.episode_file[episode]]
         path = self.root / file.path
         descriptor = self._open_files.get(path)
-        entry = os.fstat(descriptor)
-        if (entry.st_size, entry.st_mtime_ns) != (file.num_bytes, file.mtime_ns):
-            raise DataError(
-                f"{path} has changed since it was indexed ({file.num_bytes} bytes then, "
-                f"{entry.st_size} now); start the run again"
-            )
+        check_unchanged(path, file, os.fstat(descriptor))
         return os.pread(descriptor, int(index.num_bytes[row]), int(index.position[row]))
 
 

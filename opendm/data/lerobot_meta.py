@@ -15,10 +15,12 @@ import numpy as np
 import pyarrow as pa
 from pyarrow import parquet
 
+from opendm.data.episodes import check_text
 from opendm.errors import DataError
 
 SUPPORTED_VERSIONS: Final = ("v2.0", "v2.1", "v3.0")
 INFO_FILE: Final = "meta/info.json"
+EPISODES_FOLDER: Final = "meta/episodes"
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +65,14 @@ class LeRobotMeta:
     def video_file(self, camera: str, chunk: int, file: int) -> str:
         """Relative path of a video."""
         return _fill(self.video_path, chunk, file, camera)
+
+    def files(self) -> list[str]:
+        """Relative paths of the files of ``meta`` that are read, in a fixed order."""
+        if not self.is_v3:
+            return [INFO_FILE, "meta/tasks.jsonl", "meta/episodes.jsonl"]
+        episodes = sorted((self.root / EPISODES_FOLDER).rglob("*.parquet"))
+        names = [path.relative_to(self.root).as_posix() for path in episodes]
+        return [INFO_FILE, "meta/tasks.parquet", *names]
 
 
 def _fill(template: str, chunk: int, file: int, video_key: str = "") -> str:
@@ -173,9 +183,12 @@ def read_tasks(meta: LeRobotMeta) -> dict[int, str]:
     else:
         rows = _read_lines(path)
     try:
-        return dict(sorted((int(row["task_index"]), str(row["task"])) for row in rows))
+        tasks = dict(sorted((int(row["task_index"]), str(row["task"])) for row in rows))
     except (KeyError, TypeError, ValueError) as error:
         raise DataError(f"{path} has a row without task_index and task ({error})") from error
+    for text in tasks.values():
+        check_text(text, f"{path}: task")
+    return tasks
 
 
 def read_episodes(meta: LeRobotMeta) -> EpisodeTable:
@@ -198,7 +211,7 @@ def read_episodes(meta: LeRobotMeta) -> EpisodeTable:
 
 
 def _read_episodes_v3(meta: LeRobotMeta) -> EpisodeTable:
-    folder = meta.root / "meta" / "episodes"
+    folder = meta.root / EPISODES_FOLDER
     files = sorted(folder.rglob("*.parquet"))
     if not files:
         raise DataError(f"{folder} has no *.parquet; a v3.0 dataset lists its episodes there")

@@ -108,7 +108,16 @@ def _join(
         task=np.array([to_task[number] for number in lookup.tolist()], np.int32)[place],
         position=np.concatenate([e.start + np.arange(len(e.state)) for e in episodes]),
         num_bytes=np.zeros(sum(lengths), np.int32),
+        metadata=tuple(_indexed(meta.root, name) for name in meta.files()),
     )
+
+
+def _indexed(root: Path, name: str) -> IndexedFile:
+    path = root / name
+    status = path.stat()
+    with path.open("rb") as content:
+        digest = hashlib.file_digest(content, "sha256").hexdigest()
+    return IndexedFile(name, status.st_size, status.st_mtime_ns, digest)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -136,10 +145,7 @@ class _Scan:
             check_inside(path, str(self.meta.root))
             columns = [self.fields.state, *([self.fields.action] if self.fields.action else [])]
             data = read_columns(path, [*PLACE_COLUMNS, *columns])
-            status = path.stat()
-            with path.open("rb") as content:
-                digest = hashlib.file_digest(content, "sha256").hexdigest()
-            file = IndexedFile(name, status.st_size, status.st_mtime_ns, digest)
+            file = _indexed(self.meta.root, name)
             place = {key: _integers(data, key) for key in PLACE_COLUMNS}
             values = [vectors(data[key], key, self.meta.size(key)) for key in columns]
         except (DataError, OSError) as error:

@@ -5,11 +5,12 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from opendm.data.index import FrameIndex
+from opendm.data.index import FrameIndex, IndexedFile
 from opendm.data.lerobot_fields import Columns, find_fields
 from opendm.data.lerobot_meta import EpisodeTable, read_episodes, read_meta
 from opendm.data.lerobot_scan import episode_name, scan_lerobot
-from opendm.data.source import Source
+from opendm.data.source import Source, check_unchanged
+from opendm.errors import DataError
 
 __all__ = ["LeRobotSource", "scan_lerobot"]
 
@@ -43,7 +44,11 @@ class LeRobotSource(Source):
         return {episode_name(n): row for row, n in enumerate(self._table.number.tolist())}
 
     def record(self, episode: int, frame: int) -> dict[str, Any]:
-        """A frame as a JSONL record."""
+        """A frame as a JSONL record.
+
+        Raises:
+            DataError: a file with its pictures has changed or cannot be read.
+        """
         index = self.index
         row = int(index.starts[episode]) + frame
         record: dict[str, Any] = {
@@ -61,9 +66,11 @@ class LeRobotSource(Source):
             chunk, file, first = self._table.videos[feature][table_row].tolist()
             url = self.meta.video_file(feature, chunk, file)
             return {"type": "video", "url": url, "frame_idx": first + frame}
+        file = self.index.files[self.index.episode_file[episode]]
+        _check_unchanged(self.root / file.path, file)
         return {
             "type": "parquet",
-            "url": self.index.files[self.index.episode_file[episode]].path,
+            "url": file.path,
             "row": int(self.index.position[self.index.starts[episode] + frame]),
             "column": feature,
         }
@@ -76,3 +83,10 @@ class LeRobotSource(Source):
         """File, episode and row."""
         row = self.index.position[self.index.starts[episode] + frame]
         return f"{self.path(episode)}, {self.index.episodes[episode]}, row {row}"
+
+
+def _check_unchanged(path: Path, file: IndexedFile) -> None:
+    try:
+        check_unchanged(path, file, path.stat())
+    except OSError as error:
+        raise DataError(f"{path} cannot be read: {error}") from error

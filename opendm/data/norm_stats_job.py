@@ -13,6 +13,8 @@ from opendm.errors import ConfigError
 
 BATCH_SIZE: Final = 128
 """Samples of one batch, as ``compute_norm_stats_max_batches`` counts them."""
+MAX_NAME: Final = 120
+"""Letters of a dataset's name in a file name, which has 255 bytes: a mixture's may be long."""
 
 
 @runtime_checkable
@@ -24,9 +26,26 @@ class ActionDataset(Protocol):
     def __getitem__(self, index: int) -> dict[str, Any]: ...
 
 
-def norm_stats_name(dataset_name: str, action_transform_repr: str) -> str:
-    """File name of a dataset's statistics under an action transform."""
-    return f"{dataset_name}_{text_digest(f'{dataset_name}|{action_transform_repr}')[:16]}.json"
+def norm_stats_name(dataset_name: str, action_transform_repr: str, settings: str = "") -> str:
+    """File name of a dataset's statistics under an action transform.
+
+    Args:
+        dataset_name: registered name, or last part of the folder's path.
+        action_transform_repr: how the transform writes itself.
+        settings: what sets the statistics apart from the public framework's; "" if nothing.
+
+    Raises:
+        ConfigError: the transform writes its place in memory, which is another in every run.
+    """
+    if " at 0x" in action_transform_repr:
+        raise ConfigError(
+            f"action_transform {action_transform_repr} has no __repr__ of its own; write one that "
+            "names its settings, because statistics are found by it"
+        )
+    digest = text_digest(f"{dataset_name}|{action_transform_repr}")[:16]
+    if not settings:
+        return f"{dataset_name}_{digest}.json"
+    return f"{dataset_name[:MAX_NAME]}_{digest}_{text_digest(settings)[:12]}.json"
 
 
 def text_digest(text: str) -> str:

@@ -15,7 +15,8 @@ from opendm.errors import DataError
 
 MAX_OPEN_FILES: Final = 16
 MAX_GROUP_BYTES: Final = 256 * 1024**2
-"""Row groups that a process keeps; the last one is kept whatever its size."""
+"""Encoded pictures that a process keeps; the last row group of every camera is kept whatever its
+size, so that frames that follow each other are read once."""
 
 GroupKey = tuple[str, int, int, int, str]
 
@@ -65,10 +66,16 @@ class _OpenTables:
             if column not in table.column_names:
                 raise DataError(f"{key[0]} has no column {column!r}")
             self.groups[key] = table[column]
-            while len(self.groups) > 1 and self._num_bytes() > MAX_GROUP_BYTES:
-                self.groups.popitem(last=False)
+            while self._num_bytes() > MAX_GROUP_BYTES and (old := self._replaced()):
+                del self.groups[old]
         self.groups.move_to_end(key)
         return self.groups[key]
+
+    def _replaced(self) -> GroupKey | None:
+        """The least recently used group of a column that has a later one."""
+        keys = list(self.groups)
+        latest = {key[-1]: key for key in keys}
+        return next((key for key in keys if latest[key[-1]] != key), None)
 
     def _num_bytes(self) -> int:
         return sum(group.nbytes for group in self.groups.values())

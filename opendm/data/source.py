@@ -1,5 +1,6 @@
 """``Source``: a dataset of any format, as episodes of frames in the form of a JSONL record."""
 
+import os
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from pathlib import Path
@@ -7,9 +8,23 @@ from typing import Any, Literal, overload
 
 import numpy as np
 
-from opendm.data.index import FrameIndex
+from opendm.data.index import FrameIndex, IndexedFile
+from opendm.errors import DataError
 
 Field = Literal["state", "action"]
+
+
+def check_unchanged(path: Path, file: IndexedFile, found: os.stat_result) -> None:
+    """Compare a file's size and time with those that were indexed.
+
+    Raises:
+        DataError: it is another file now; the message names it.
+    """
+    if (found.st_size, found.st_mtime_ns) != (file.num_bytes, file.mtime_ns):
+        raise DataError(
+            f"{path} has changed since it was indexed ({file.num_bytes} bytes then, "
+            f"{found.st_size} now); start the run again"
+        )
 
 
 class Source(ABC):

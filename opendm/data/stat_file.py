@@ -1,5 +1,6 @@
 """The statistics file of a run: used where it fits, computed where it does not."""
 
+import json
 import logging
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -7,6 +8,7 @@ from typing import Any
 
 from opendm.data.normalize import NormStatsFile
 from opendm.data.stat_origin import check_given, differences
+from opendm.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
@@ -27,7 +29,9 @@ def ensure_statistics(
         changed = differences(found, origin)
         if not changed:
             return path
-        logger.info("statistics %s have another %s; computed again", path, ", ".join(changed))
+        logger.info(
+            "statistics %s are computed again because of another %s", path, ", ".join(changed)
+        )
     stats = compute()
     stats.opendm = {**stats.opendm, **origin}
     stats.save(path)
@@ -47,3 +51,33 @@ def given_statistics(path: Path, origin: Mapping[str, Any]) -> Path:
     else:
         logger.info("statistics %s do not name their source; used as they are", path)
     return path
+
+
+def read_statistics(path: Path, origin: Mapping[str, Any]) -> bytes:
+    """The content of the file that :func:`ensure_statistics` returned.
+
+    Raises:
+        ConfigError: since then another run has put other statistics there.
+    """
+    content = path.read_bytes()
+    found = json.loads(content).get("opendm")
+    if found and differences(found, origin):
+        raise ConfigError(_replaced(path))
+    return content
+
+
+def check_unchanged(path: Path, content: bytes) -> None:
+    """Make sure that what others read from the file until now is ``content``.
+
+    Raises:
+        ConfigError: another run has put other statistics there.
+    """
+    if path.read_bytes() != content:
+        raise ConfigError(_replaced(path))
+
+
+def _replaced(path: Path) -> str:
+    return (
+        f"statistics {path} were replaced while this run was starting, perhaps by another run on "
+        "other data; start again, with a --data-config.norm-stats-root of its own"
+    )

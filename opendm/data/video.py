@@ -24,8 +24,10 @@ from opendm.errors import DataError
 
 MAX_OPEN_VIDEOS: Final = 16
 """Decoders that a process keeps open."""
-MAX_LISTED_VIDEOS: Final = 4096
-"""Files whose time stamps a process remembers, 8 bytes a frame and a key frame."""
+MAX_TIMES_BYTES: Final = 128 * 1024**2
+"""Time stamps that a process remembers, 8 bytes a frame and a key frame: 150 hours at 30 fps.
+
+Listing them reads the whole file, which costs more than the frame."""
 MAX_STEPS_BACK: Final = 3
 """Earlier key frames to try before a file is decoded from its start."""
 MAX_PIXELS: Final = 50_000_000
@@ -42,6 +44,11 @@ class FrameTimes:
     frames: "array[int]"
     """Empty where the file has none or not one per frame; such a file is decoded from its start."""
     key_frames: "array[int]"
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory of the time stamps, and about that of their entry in a table."""
+        return 8 * (len(self.frames) + len(self.key_frames)) + 512
 
 
 class VideoReader:
@@ -195,6 +202,7 @@ class _OpenVideos:
         self.process = 0
         self.readers: OrderedDict[FileKey, VideoReader] = OrderedDict()
         self.times: OrderedDict[FileKey, FrameTimes] = OrderedDict()
+        self.times_bytes = 0
 
     def reader(self, path: Path) -> VideoReader:
         if self.process != os.getpid():
@@ -211,30 +219,16 @@ class _OpenVideos:
             self.readers.popitem(last=False)[1].close()
         return reader
 
-    def times_of(self, key: FileKey) -> FrameTimes:
-        if key not in self.times:
-            container, stream = open_video(key[0])
-            with container:
-                self._remember(key, list_times(container, stream))
-        return self.times[key]
-
     def _remember(self, key: FileKey, times: FrameTimes) -> None:
-        self.times[key] = times
+        if key not in self.times:
+            self.times[key] = times
+            self.times_bytes += times.num_bytes
         self.times.move_to_end(key)
-        if len(self.times) > MAX_LISTED_VIDEOS:
-            self.times.popitem(last=False)
+        while self.times_bytes > MAX_TIMES_BYTES and len(self.times) > 1:
+            self.times_bytes -= self.times.popitem(last=False)[1].num_bytes
 
 
 _open_videos = _OpenVideos()
-
-
-def frame_times(path: Path, num_bytes: int, mtime_ns: int) -> FrameTimes:
-    """Time stamps of a file as it is at a size and a modification time; no frame is decoded.
-
-    Raises:
-        DataError: the file cannot be read, or its pictures are too large.
-    """
-    return _open_videos.times_of((path, num_bytes, mtime_ns))
 
 
 def read_video_frame(path: Path, frame_index: int) -> Image.Image:

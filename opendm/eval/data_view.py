@@ -15,8 +15,10 @@ from opendm.constants.robot import ActionMode, desc_value
 from opendm.data.dataset import JsonlDataset
 from opendm.data.formats import dataset_info, open_source
 from opendm.data.normalize import NormStats
-from opendm.data.selection import usable_episodes
+from opendm.data.selection import numbers_in_index, usable_episodes
 from opendm.data.source import Source
+from opendm.data.stat_columns import Desc
+from opendm.data.stat_floors import groups_of, widen
 from opendm.data.transforms.actions import BuildAction
 from opendm.data.transforms.images import load_image
 from opendm.data.transforms.normalization import normalize
@@ -88,7 +90,9 @@ def view_dataset(
     source = open_source(
         info["jsonl_dir"], skip_bad=True, columns=info.get("columns"), index_root=index_root
     )
-    episodes = tuple(episode.number for episode in usable_episodes(source))
+    chosen = info.get("episodes")
+    numbers = None if chosen is None else numbers_in_index(source, chosen)
+    episodes = tuple(episode.number for episode in usable_episodes(source, numbers))
     mode = action_mode or _usual_mode(info)
     dataset = ViewedDataset(name, info, source, episodes, chunk_size, mode)
     output.parent.mkdir(parents=True, exist_ok=True)
@@ -148,7 +152,7 @@ def _facts(dataset: ViewedDataset) -> str:
         "episodes": f"{len(dataset.episodes):,}",
         "frames": f"{int(dataset.lengths.sum()):,}",
         "left out": f"{len(index.dropped)} records or episodes that cannot be used",
-        "tasks": f"{len(index.tasks):,}",
+        "tasks": f"{len(np.unique(index.task[_rows(dataset)])):,}",
         "cameras": ", ".join(info["image_keys"]),
         "state": f"{index.state.shape[1]} values {' '.join(map(desc_value, desc))}",
         "action": f"{index.action.shape[1]} values" if index.action.shape[1]
@@ -160,12 +164,17 @@ def _facts(dataset: ViewedDataset) -> str:
     )
 
 
+def _rows(dataset: ViewedDataset) -> np.ndarray:
+    """Rows of the used episodes in the index."""
+    return np.concatenate([dataset.source.index.episode_rows(e) for e in dataset.episodes])
+
+
 def _tasks(dataset: ViewedDataset) -> str:
     index = dataset.source.index
-    frames = np.bincount(index.task, minlength=len(index.tasks))
+    frames = np.bincount(index.task[_rows(dataset)], minlength=len(index.tasks))
     starts = [index.starts[episode] for episode in dataset.episodes]
     episodes = np.bincount(index.task[starts], minlength=len(index.tasks))
-    order = np.argsort(-frames, kind="stable")
+    order = [i for i in np.argsort(-frames, kind="stable") if frames[i]]
     rows = [(index.tasks[i], f"{episodes[i]:,}", f"{frames[i]:,}") for i in order[:NUM_TASKS]]
     more = f"<p>and {len(order) - NUM_TASKS:,} more</p>" if len(order) > NUM_TASKS else ""
     return _table(("task", "episodes", "frames"), rows) + more
@@ -256,8 +265,8 @@ def _normalised(dataset: ViewedDataset) -> str:
         rows = action_rows(dataset)
     except DataError as error:
         return f"<p>{escape(str(error))}</p>"
-    q01, q99 = np.quantile(rows, (0.01, 0.99), axis=0)
-    values = normalize(rows, NormStats(rows.mean(axis=0), rows.std(axis=0), q01, q99))
+    stats = floored_statistics(rows, dataset.info.get("state_desc"))
+    values, q01, q99 = normalize(rows, stats), stats.q01, stats.q99
     charts = "".join(
         line_chart(
             [_stairs(values[:, dim], -1.0, 1.0, "steps")],
@@ -270,9 +279,18 @@ def _normalised(dataset: ViewedDataset) -> str:
     )
     return (
         f"<p>{len(rows):,} steps of {escape(dataset.action_mode.value)} chunks of "
-        f"{dataset.chunk_size}, repeated ends left out; q01 is -1 and q99 is 1.</p>"
+        f"{dataset.chunk_size}, repeated ends left out; q01 is -1 and q99 is 1, where "
+        "they are not too close (then wider, as in training).</p>"
         f'<div class="charts">{charts}</div>'
     )
+
+
+def floored_statistics(rows: np.ndarray, desc: Desc | None) -> NormStats:
+    """Statistics of rows ``[n, D]``, widened as those of training."""
+    q01, q99 = np.quantile(rows, (0.01, 0.99), axis=0)
+    low, high = rows.min(axis=0), rows.max(axis=0)
+    stats = NormStats(rows.mean(axis=0), rows.std(axis=0), q01, q99, low, high)
+    return widen(stats, groups_of(desc, rows.shape[1]))[0]
 
 
 def action_rows(dataset: ViewedDataset) -> np.ndarray:

@@ -37,7 +37,9 @@ def find_files(target: str, root: str) -> list[Path]:
     if (path / CHECKPOINT_FILE).is_file():
         return [path / CHECKPOINT_FILE]
     name = path.resolve().name if path.is_dir() else target
-    found = sorted(Path(root).glob(f"{name}_{'[0-9a-f]' * 16}.json"))
+    named = f"{name}_{'[0-9a-f]' * 16}"
+    endings = (".json", f"_{'[0-9a-f]' * 12}.json")  # the second of settings of one's own
+    found = sorted(path for ending in endings for path in Path(root).glob(named + ending))
     if not found:
         raise DataError(
             f"no statistics of {target!r}: it is no file and no checkpoint folder, and {root} has "

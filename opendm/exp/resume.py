@@ -9,8 +9,9 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
+from opendm.data.mixture_weights import parse_entries
 from opendm.errors import CheckpointError, ConfigError
-from opendm.exp.run_file import RUN_FILE
+from opendm.exp.run_file import REGISTRATION, RUN_FILE
 from opendm.trainer.checkpoint_folder import newest_healthy
 from opendm.trainer.manifest import verify
 from opendm.trainer.train_state import STATE_FOLDER
@@ -29,8 +30,8 @@ FREE: Final = (
     "trainer_config.overwrite", "trainer_config.accept_changes", "trainer_config.nonfinite",
     "trainer_config.max_nonfinite_steps", "trainer_config.eval_steps",
     "model_config.lora_config.base_model", "model_config.lora_config.dump_trainable_path",
-    "data_config.norm_stats_root", "data_config.index_root", "data_config.jsonl_dir",
-    "data_config.image_dir",
+    "data_config.norm_stats_root", "data_config.index_root", "data_config.verify_index",
+    "data_config.jsonl_dir", "data_config.image_dir",
 )  # fmt: skip
 """Change nothing that is learnt; that a folder holds the same data is compared by its hash."""
 LAYOUT: Final = (
@@ -54,9 +55,19 @@ class Changes:
     other: list[str] = field(default_factory=list)
 
 
-def compare(saved: Mapping[str, Any], now: Mapping[str, Any]) -> Changes:
-    """What of a configuration has changed, but for what may."""
+def compare(
+    saved: Mapping[str, Any], now: Mapping[str, Any], defaults: Mapping[str, Any] | None = None
+) -> Changes:
+    """What of a configuration has changed, but for what may.
+
+    Args:
+        saved: of the checkpoint.
+        now: of this run.
+        defaults: of the experiment: what a field stands for that is newer than the checkpoint.
+    """
     before, after = _flat(saved), _flat(now)
+    newer = {name: value for name, value in _flat(defaults or {}).items() if name in after}
+    before = newer | before
     changes = Changes()
     for name in sorted(before.keys() | after.keys()):
         if before.get(name) == after.get(name) or _matches(name, FREE + LAYOUT):
@@ -67,7 +78,12 @@ def compare(saved: Mapping[str, Any], now: Mapping[str, Any]) -> Changes:
 
 
 def check_same_run(
-    saved: Mapping[str, Any], now: Mapping[str, Any], folder: str, *, accept_changes: bool
+    saved: Mapping[str, Any],
+    now: Mapping[str, Any],
+    folder: str,
+    *,
+    accept_changes: bool,
+    defaults: Mapping[str, Any] | None = None,
 ) -> list[str]:
     """Differences of rates and schedules that were accepted.
 
@@ -75,7 +91,7 @@ def check_same_run(
         ConfigError: the checkpoint is of another configuration, or of other rates and nobody said
             that these may change.
     """
-    changes = compare(saved, now)
+    changes = compare(saved, now, defaults)
     if changes.other:
         raise ConfigError(
             f"{folder} was trained with another configuration: {'; '.join(changes.other)}. Name "
@@ -89,8 +105,42 @@ def check_same_run(
     return changes.schedule
 
 
+def compared_parts(
+    saved: Mapping[str, Any], now: Mapping[str, Any]
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What :func:`check_same_run` compares of two contents of ``run.json``.
+
+    The registrations are compared where both have them. Where they are equal, a dataset that is
+    named by its folder may have moved: that its data is the same is compared by its hash.
+    """
+    before, after = dict(saved["config"]), dict(now["config"])
+    if REGISTRATION not in saved:
+        return before, after
+    if saved[REGISTRATION] == now[REGISTRATION]:
+        return _without_places(before), _without_places(after)
+    before[REGISTRATION], after[REGISTRATION] = saved[REGISTRATION], now[REGISTRATION]
+    return before, after
+
+
+def _without_places(config: Mapping[str, Any]) -> dict[str, Any]:
+    data = dict(config["data_config"])
+    data["dataset_name"] = _without_place(data["dataset_name"])
+    if data.get("datasets"):
+        entries = parse_entries(data["datasets"])
+        data["datasets"] = [[_without_place(entry.name), entry.weight] for entry in entries]
+    return {**config, "data_config": data}
+
+
+def _without_place(name: str) -> str:
+    """A registered name as it is, for each folder the same word."""
+    return "a folder" if "/" in name or Path(name).is_dir() else name
+
+
 def find_checkpoint(
-    config: "DM05TrainerConfig", run: Mapping[str, Any], hashes: Mapping[str, str]
+    config: "DM05TrainerConfig",
+    run: Mapping[str, Any],
+    hashes: Mapping[str, str],
+    defaults: Mapping[str, Any] | None = None,
 ) -> Path | None:
     """The checkpoint to continue; None to begin at step 0.
 
@@ -98,6 +148,7 @@ def find_checkpoint(
         config: ``resume``, ``overwrite``, ``accept_changes`` and the output folder.
         run: content of ``run.json`` of the present run.
         hashes: of dataset and statistics, as in a manifest.
+        defaults: the experiment's, for fields that are newer than the checkpoint.
 
     Raises:
         ConfigError: the output folder holds another run, or nothing healthy.
@@ -131,8 +182,9 @@ def find_checkpoint(
             "--model-config.model-name-or-path, or --trainer-config.overwrite to start anew"
         )
     saved = json.loads((folder / RUN_FILE).read_text(encoding="utf-8"))
+    before, after = compared_parts(saved, run)
     changed = check_same_run(
-        saved["config"], run["config"], str(folder), accept_changes=config.accept_changes
+        before, after, str(folder), accept_changes=config.accept_changes, defaults=defaults
     )
     for line in changed:
         logger.warning("changed since %s: %s", folder, line)

@@ -4,7 +4,7 @@ import json
 import logging
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -15,11 +15,19 @@ import opendm
 from opendm.constants.precision import BF16_MIXED_PRECISION_POLICY, FP32_MIXED_PRECISION_POLICY
 from opendm.data.mixture import Mixture
 from opendm.data.processor import load_processor
+from opendm.data.stat_file import check_unchanged
 from opendm.errors import OpenDMError
 from opendm.exp.checking import check_before_training
 from opendm.exp.policy_layout import policy_layout
 from opendm.exp.resume import find_checkpoint
-from opendm.exp.run_file import REPORTED_PACKAGES, run_record, text_hash, write_run_file
+from opendm.exp.run_file import (
+    REGISTRATION,
+    REPORTED_PACKAGES,
+    config_record,
+    run_record,
+    text_hash,
+    write_run_file,
+)
 from opendm.failure import phase
 from opendm.model.dm05.dm05_lora import DM05LoraConfig
 from opendm.model.dm05.lora import write_summary
@@ -48,6 +56,8 @@ if TYPE_CHECKING:
     from opendm.exp.dm05_exp import DM05Exp
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 NORM_STATS_FILE: Final = "norm_stats.json"
 SUMMARY_FILE: Final = "trainable_summary.json"
@@ -83,9 +93,12 @@ def build_trainer(exp: "DM05Exp", runtime: Runtime, stop: StopRequest) -> DMTrai
 
     with phase("statistics", environment()):
         chunk_size = exp.model_config.chunk_size
-        stats_path = Path(on_rank_0(lambda: str(exp.data_config.compute_norm_stats(chunk_size))))
+        # First, so that it sees a file of other data before that is replaced.
         checked = on_rank_0(lambda: check_before_training(exp, runtime.world_size))
         logger.info("check of the data: %s", checked)
+        stats_path = Path(on_rank_0(lambda: str(exp.data_config.compute_norm_stats(chunk_size))))
+        statistics = on_rank_0(lambda: exp.data_config.read_norm_stats(chunk_size))
+        layout = policy_layout(exp, stats_path)
     use_lora = bool(exp.use_lora)
     processor = load_processor(str(exp.model_config.processor_folder(use_lora=use_lora)))
     max_length = config.model_max_length
@@ -99,12 +112,13 @@ def build_trainer(exp: "DM05Exp", runtime: Runtime, stop: StopRequest) -> DMTrai
         "statistics": file_fact(stats_path),
     }
     compare_ranks(run, hashes)
-    found = on_rank_0(lambda: str(find_checkpoint(config, run, hashes) or ""))
+    check_unchanged(stats_path, statistics)
+    defaults = config_record(type(exp)())
+    found = on_rank_0(lambda: str(find_checkpoint(config, run, hashes, defaults) or ""))
     resume_from = Path(found) if found else None
     model = build_model(exp, runtime, resume_from)
     if runtime.is_main:
         write_run_file(run, Path(config.output_dir))
-    layout, statistics = policy_layout(exp, stats_path), stats_path.read_bytes()
 
     def save_artifacts(folder: Path) -> None:
         processor.save_pretrained(folder)
@@ -206,6 +220,7 @@ def compare_ranks(run: Mapping[str, Any], hashes: Mapping[str, str]) -> None:
         EngineError: names the first difference; the same line on every rank.
     """
     facts = flat_facts("configuration", run["config"])
+    facts |= flat_facts(REGISTRATION, run[REGISTRATION])
     facts |= {f"hash of the {name}": value for name, value in hashes.items()}
     facts |= code_facts(PACKAGE, REPORTED_PACKAGES)
     compare(facts, float(collective_timeout_s()))
@@ -230,7 +245,7 @@ def choose_engine(exp: "DM05Exp", runtime: Runtime, device: torch.device) -> Eng
     )
 
 
-def on_rank_0(work: Callable[[], str]) -> str:
+def on_rank_0(work: Callable[[], T]) -> T:
     """Run ``work`` on rank 0 and give every rank its result, or its error.
 
     Raises:
@@ -246,4 +261,5 @@ def on_rank_0(work: Callable[[], str]) -> str:
         dist.broadcast_object_list(outcome, src=0)
     if outcome[1] is not None:
         raise outcome[1]
-    return outcome[0]
+    result: T = outcome[0]
+    return result

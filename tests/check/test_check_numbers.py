@@ -5,6 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from opendm.check.copies import SplitEpisodes, check_copies
 from opendm.check.dims import check_dims, check_gripper
 from opendm.check.episodes import check_episodes, check_samples
 from opendm.constants.robot import ActionMode, RobotStateDesc
@@ -139,14 +140,38 @@ def test_fewer_samples_than_one_global_batch_are_said():
 
 def test_doubles_are_found_by_their_numbers():
     index = make_index(lengths=(20, 20, 20))
+    whole = [SplitEpisodes("set", index, range(3))]
     index.state[40:] = index.state[:20]
-    assert codes(index) == set()
+    assert not list(check_copies(whole))
     index.action[40:] = index.action[:20]
-    [problem] = check_episodes(index, range(3), "set", 4)
-    assert problem.code == "duplicate_episode"
+    [problem] = check_copies(whole)
+    assert (problem.code, problem.severity) == ("duplicate_episode", "warning")
     assert "e2 = e0" in problem.reason
     index.action[45, 1] += 1e-9
-    assert codes(index) == set()
+    assert not list(check_copies(whole))
+
+
+def test_a_copy_of_a_held_out_episode_in_training_is_an_error():
+    index = make_index(lengths=(20, 20, 20))
+    index.state[40:], index.action[40:] = index.state[:20], index.action[:20]
+    [problem] = check_copies([SplitEpisodes("set", index, [0, 1], [2])])
+    assert (problem.code, problem.severity) == ("held_out_copy", "error")
+    assert "e0 = e2" in problem.reason
+    assert not list(check_copies([SplitEpisodes("set", index, [1], [2])]))
+
+
+def test_copies_are_found_between_datasets_by_the_words_of_their_tasks():
+    index = make_index(lengths=(20, 20))
+    other = replace(index, tasks=("never", "go"), task=np.ones(40, np.int32))
+    parts = [SplitEpisodes("a", index, [0], [1]), SplitEpisodes("b", other, [1], [0])]
+    [problem] = check_copies(parts)
+    assert problem.code == "held_out_copy"
+    assert "2 of training" in problem.reason
+    assert "a/e0 = b/e0" in problem.reason
+    renamed = replace(other, tasks=("go", "stop"))
+    assert not list(check_copies([parts[0], replace(parts[1], index=renamed)]))
+    [problem] = check_copies([SplitEpisodes("a", index, [0]), SplitEpisodes("b", other, [0])])
+    assert (problem.where, problem.severity) == ("b", "warning")
 
 
 def test_an_episode_without_samples_is_counted():

@@ -301,7 +301,7 @@ def set_on_images(**values):
     (lambda _: None, noise().convert("L")),
     (other_class, noise()),
     (set_on_images(do_pan_and_scan=True, pan_and_scan_min_crop_size=8, pan_and_scan_max_num_crops=2,
-                   pan_and_scan_min_ratio_to_activate=1.0), noise(size=(224, 112))),
+                   pan_and_scan_min_ratio_to_activate=1.0), noise()),
     (set_on_images(image_mean=[0.4, 0.5, 0.5]), noise()),
     (set_on_images(image_std=[0.5, 0.5, 0.2]), noise()),
     (set_on_images(do_normalize=False), noise()),
@@ -310,7 +310,7 @@ def set_on_images(**values):
     (lambda made: made.tokenizer.add_tokens(AddedToken("<end_of_image>", lstrip=True,
                                                        normalized=False)), noise()),
 ])  # fmt: skip
-def test_what_is_not_recognised_goes_through_the_processor(change, image, calls):
+def test_what_is_not_recognised_goes_through_the_processor(change, image, calls, caplog):
     processor = build_processor(["open the drawer"])
     change(processor)
     messages = build_messages("open it", [image], ["Head"])
@@ -319,6 +319,9 @@ def test_what_is_not_recognised_goes_through_the_processor(change, image, calls)
         found = encode_messages(processor, messages, [image])
         assert len(calls) == 1
         assert_equal_inputs(dict(found), reference(processor, messages))
+    assert "otherwise than is usual" not in caplog.text  # known beforehand, not by the first prompt
+    expected = processor.image_processor([image], return_tensors="pt")["pixel_values"]
+    assert torch.equal(encode_pictures(processor.image_processor, [image]), expected)
 
 
 def test_a_difference_to_the_processor_is_found_at_once(monkeypatch, caplog, calls):

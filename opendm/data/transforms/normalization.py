@@ -91,7 +91,19 @@ class _ByRobot:
 
 
 class Normalize(_ByRobot):
-    """Normalise a sample's vectors for the model."""
+    """Normalise a sample's vectors for the model.
+
+    Args:
+        norm_stats_path: statistics file, unless ``norm_stats_file`` is given.
+        norm_keys: fields of a sample; one without statistics stays as it is.
+        use_quantiles: map quantiles to [-1, 1] instead of using mean and deviation.
+        norm_stats_file: the statistics.
+        clip_to_bounds: clip to the quantiles first.
+        required: fields that must have statistics.
+
+    Raises:
+        DataError: the file cannot be read, or a required field has no statistics.
+    """
 
     def __init__(
         self,
@@ -100,9 +112,19 @@ class Normalize(_ByRobot):
         use_quantiles: bool = True,  # noqa: FBT001, FBT002 - public signature
         norm_stats_file: NormStatsFile | None = None,
         clip_to_bounds: bool = True,  # noqa: FBT001, FBT002 - public signature
+        *,
+        required: Sequence[str] = (),
     ) -> None:
         super().__init__(norm_stats_path, norm_keys, use_quantiles, norm_stats_file)
         self.clip_to_bounds = clip_to_bounds
+        for robot, profile in self.norm_stats_file.profiles.items():
+            missing = [key for key in required if key not in profile]
+            if missing:
+                of_robot = "" if robot is None else f" of robot type {robot!r}"
+                raise DataError(
+                    f"statistics {norm_stats_path}{of_robot} have no {missing[0]!r}, which would "
+                    "reach the model as it was recorded; compute them again"
+                )
 
     def __call__(self, sample: Sample) -> Sample:
         for key, stats in self.stats_for(sample).items():
