@@ -112,7 +112,7 @@ def transforms(root: Path, processor: Any) -> Pipeline:
         LoadImages(keys, str(root)),
         PixelTransform(TrainingTransformPipeline(IMAGE_SIZE)),
         Normalize(root / "stats.json", ("state", "action")),
-        ChatTokenization(processor, image_prompts=labels),
+        ChatTokenization(processor, image_prompts=labels, as_bytes=True),
         PadAction(),
     ])  # fmt: skip
 

@@ -108,7 +108,7 @@ def request_body(num_cameras: int, seed: int, side: tuple[int, int] = (320, 240)
 
 def contract_of(policy: Policy, num_steps: int) -> Contract:
     """What the service would hold requests against."""
-    return Contract(policy.layout, num_steps, 0, frozenset(), Limits())
+    return Contract(policy.layout, num_steps, 0, policy.shrink, frozenset(), Limits())
 
 
 def median_ms(work: Callable[[], object], repeats: int, device: str) -> float:
@@ -149,8 +149,8 @@ def print_split(policy: Policy, num_steps: int, repeats: int, device: str) -> No
     x: Float[Tensor, "1 T A"] = torch.randn(1, 50, 32, device=device)
     times = torch.ones(1, dtype=torch.float64, device=device)
     parts: dict[str, tuple[Callable[[], object], int]] = {
-        "read and decode": (lambda: parse_infer(body, contract), 1),
-        "resize and tokenise": (lambda: policy.prepare(observation), 1),
+        "read, decode, resize": (lambda: parse_infer(body, contract), 1),
+        "tokenise": (lambda: policy.prepare(observation), 1),
         "vision": (lambda: encode_images(network.vlm, inputs["pixel_values"]), 1),
         "vision and prefix": (lambda: run_prefix(policy.model, inputs), 1),
         "suffix step": (lambda: network.velocity(x, times, prefix), num_steps),

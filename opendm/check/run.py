@@ -1,6 +1,7 @@
 """``check``: everything that can be known before a run starts, in one pass; and its short form."""
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
@@ -133,10 +134,8 @@ def split_episodes(run: CheckedRun, selected: Selection) -> SplitEpisodes:
     data = run.data
     held_out: Sequence[int] = ()
     if data.val_episodes:
-        try:
+        with suppress(DataError):  # it has bad records, which are findings of their own
             held_out = data.open_source("val").episodes
-        except DataError:
-            pass  # it has bad records, which are findings of their own
     return SplitEpisodes(data.dataset_name, selected.source.index, selected.episodes, held_out)
 
 

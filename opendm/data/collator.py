@@ -11,6 +11,7 @@ from torch.utils.data import default_collate
 from opendm.data.dataset import Sample
 from opendm.data.norm_stats_job import robot_name
 from opendm.errors import DataError
+from opendm.pixels import scale_bytes
 
 Batch = dict[str, torch.Tensor]
 
@@ -44,7 +45,7 @@ class TrainingCollator:
         }
         pixels = _present(samples, "pixel_values")
         if pixels:
-            batch["pixel_values"] = _join(pixels).float()
+            batch["pixel_values"] = _join(pixels)
         return {**batch, **_actions(samples), **_history(samples, length)}
 
     def padded_length(self, lengths: Sequence[int]) -> int:
@@ -57,7 +58,7 @@ class TrainingCollator:
         if longest > self.max_length:
             raise DataError(
                 f"a prompt has {longest} tokens, the limit is {self.max_length}; raise "
-                "--model-config.model-max-length"
+                "--trainer-config.model-max-length"
             )
         step = self.pad_to_multiple_of
         return min(-(-longest // step) * step, self.max_length)
@@ -67,8 +68,15 @@ def _present(samples: Sequence[Sample], key: str) -> list[Any]:
     return [sample[key] for sample in samples if sample.get(key) is not None]
 
 
+def as_float(pixels: torch.Tensor) -> torch.Tensor:
+    """Pixels as the model sees them: bytes scaled to [-1, 1], float32."""
+    return scale_bytes(pixels) if pixels.dtype == torch.uint8 else pixels.float()
+
+
 def _join(parts: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The parts along their first axis, ``[sum, ...]``."""
+    """The parts along their first axis, ``[sum, ...]``: uint8 if all are, otherwise float32."""
+    if any(part.dtype != torch.uint8 for part in parts):
+        parts = [as_float(part) for part in parts]
     if len({part.shape for part in parts}) > 1:
         return torch.cat(list(parts))
     # torch's own collation writes into shared memory in a worker, which saves a copy on the way out
@@ -106,7 +114,7 @@ def _history(samples: Sequence[Sample], length: int) -> Batch:
     batch = {"history_mask": _pad_rows(masks, length, 0).bool()}
     pixels = _present(samples, "history_pixel_values")
     if pixels:
-        batch["history_pixel_values"] = _join(pixels).float()
+        batch["history_pixel_values"] = _join(pixels)
     return batch
 
 

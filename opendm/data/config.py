@@ -18,7 +18,7 @@ from opendm.data.mixture import Mixture
 from opendm.data.mixture_weights import MIXTURE_BY, mix, parse_entries
 from opendm.data.norm_stats_job import norm_stats_name, robot_name, text_digest
 from opendm.data.normalize import NormStatsFile
-from opendm.data.part_checks import check_angle_dims, check_modes, check_shared_files
+from opendm.data.part_checks import check_action_mode, check_modes, check_shared_files
 from opendm.data.selection import Selection, numbers_in_index, usable_episodes
 from opendm.data.stat_file import ensure_statistics, given_statistics, read_statistics
 from opendm.data.stat_origin import statistics_origin
@@ -140,7 +140,7 @@ class DM05DataConfig:
             DataError: a folder does not exist.
         """
         info = self._dataset_info()
-        self._check_action_mode(info)
+        check_action_mode(self, info)
         if self.is_history and not info.get("fps"):
             raise ConfigError(
                 f"--data-config.is-history needs fps in the registration of {self.dataset_name!r}"
@@ -151,21 +151,6 @@ class DM05DataConfig:
                     f"{key} {info[key]!r} of dataset {self.dataset_name!r} does not exist; check "
                     f"the registration or give --data-config.{key.replace('_', '-')}"
                 )
-
-    def _check_action_mode(self, info: dict[str, Any]) -> None:
-        declared = info.get("action_mode")
-        if declared is not None and ActionMode(declared) is not self.action_mode:
-            raise ConfigError(
-                f"--data-config.action-mode {self.action_mode.name} contradicts the registration "
-                f"of {self.dataset_name!r}, which says action_mode {ActionMode(declared).name}; "
-                "give that one, or correct the registration"
-            )
-        check_angle_dims(self.dataset_name, info)
-        if self.action_mode is ActionMode.RELATIVE and not info.get("state_desc"):
-            raise ConfigError(
-                "--data-config.action-mode RELATIVE needs state_desc in the registration of "
-                f"{self.dataset_name!r}; add it or choose ABSOLUTE"
-            )
 
     def action_transform(self, chunk_size: int) -> "BuildAction":
         """From recorded frames to the chunk that is learnt."""
@@ -185,11 +170,11 @@ class DM05DataConfig:
         names = [part.dataset_name for part in parts]
         dataset = "+".join(Path(name).resolve().name if "/" in name else name for name in names)
         settings = [part._own_settings(chunk_size) for part in parts]  # noqa: SLF001 - of its own class
-        is_public = not self.datasets and settings == [""]
+        is_public = not self.datasets and self._has_public_statistics()
         name = norm_stats_name(
             dataset,
             repr(self.action_transform(chunk_size)),
-            "" if is_public else json.dumps(settings),
+            "" if is_public else json.dumps(settings, sort_keys=True),
         )
         return Path(self.norm_stats_root) / name
 
@@ -202,22 +187,28 @@ class DM05DataConfig:
         }
         return {key: value for key, value in choices.items() if value}
 
-    def _own_settings(self, chunk_size: int) -> str:
-        """What sets the statistics of this one dataset apart from the public ones; "" if nothing.
+    def _has_public_statistics(self) -> bool:
+        """Whether they are those that the public framework computes under its name."""
+        return (
+            is_registered(self.dataset_name)
+            and self.jsonl_dir is None
+            and self.compute_norm_stats_max_batches is None
+            and not self._choices(self._dataset_info())
+        )
+
+    def _own_settings(self, chunk_size: int) -> dict[str, Any]:
+        """What sets the statistics of this one dataset apart.
 
         With the folder, since two folders may have one name, or one name in two working folders.
         """
         info = self._dataset_info()
-        settings = {**self._choices(info), "max_batches": self.compute_norm_stats_max_batches}
-        is_registered_folder = is_registered(self.dataset_name) and self.jsonl_dir is None
-        if is_registered_folder and not any(settings.values()):
-            return ""
-        settings |= {
+        return {
+            **self._choices(info),
+            "max_batches": self.compute_norm_stats_max_batches,
             "default_robot_type": self.norm_stats_default_robot_type,
             "folder": str(Path(info["jsonl_dir"]).resolve()),
             "transform": repr(self.action_transform(chunk_size)),
         }
-        return json.dumps(settings, sort_keys=True, default=str)
 
     def build_norm_stats_dataset(self, chunk_size: int) -> JsonlDataset:
         """Samples of states and actions only; no image is opened, and no held-out episode."""
@@ -351,6 +342,7 @@ class DM05DataConfig:
                 info["image_prompts"],
                 add_state=self.add_state,
                 is_history=self.is_history,
+                as_bytes=True,
             ),
             t.PadAction(),
         ])  # fmt: skip

@@ -11,6 +11,7 @@ from typing import Final
 from opendm.data.paths import check_inside
 from opendm.errors import DataError
 
+READ_BITS: Final = stat.S_IRUSR | stat.S_IRGRP | stat.S_IROTH
 COUNT_BYTES: Final = 1 << 20
 """Read at once where lines are counted."""
 
@@ -98,7 +99,7 @@ def _look_at(
         return "is a folder", None
     if not stat.S_ISREG(found.st_mode):
         return "is a pipe, socket or device", None
-    if not os.access(entry.path, os.R_OK):
+    if found.st_mode & READ_BITS != READ_BITS and not os.access(entry.path, os.R_OK):
         return "may not be read by this user", None
     if entry.is_symlink() and not allow_outside_root:
         try:

@@ -4,6 +4,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from opendm.constants.robot import ActionMode
 from opendm.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -26,6 +27,27 @@ def check_modes(parts: "Sequence[DM05DataConfig]") -> None:
                 f"{part.dataset_name!r} ({part.action_mode.name}) have robot type {robot!r}, whose "
                 "statistics need one action mode; give them robot types of their own"
             )
+
+
+def check_action_mode(part: "DM05DataConfig", info: Mapping[str, Any]) -> None:
+    """Compare the action mode of one dataset with its registration.
+
+    Raises:
+        ConfigError: names the flag and the registration.
+    """
+    declared = info.get("action_mode")
+    if declared is not None and ActionMode(declared) is not part.action_mode:
+        raise ConfigError(
+            f"--data-config.action-mode {part.action_mode.name} contradicts the registration "
+            f"of {part.dataset_name!r}, which says action_mode {ActionMode(declared).name}; "
+            "give that one, or correct the registration"
+        )
+    check_angle_dims(part.dataset_name, info)
+    if part.action_mode is ActionMode.RELATIVE and not info.get("state_desc"):
+        raise ConfigError(
+            "--data-config.action-mode RELATIVE needs state_desc in the registration of "
+            f"{part.dataset_name!r}; add it or choose ABSOLUTE"
+        )
 
 
 def check_angle_dims(name: str, info: Mapping[str, Any]) -> None:

@@ -31,13 +31,19 @@ def load_processor(path: "str | Path") -> Any:
         raise CheckpointError(f"checkpoint folder {str(path)!r} does not exist; check the path")
     try:
         processor = AutoProcessor.from_pretrained(str(path), local_files_only=True)
-    except (OSError, ValueError, KeyError) as error:
-        raise CheckpointError(
-            f"checkpoint folder {str(path)!r} has no usable processor ({error}); it needs "
-            "processor_config.json, tokenizer.json, tokenizer_config.json, chat_template.jinja"
-        ) from error
+    except Exception as error:
+        raise _unusable(path, f"{type(error).__name__}: {error}") from error
+    if not processor.chat_template:
+        raise _unusable(path, "no chat template")
     check_reserved_ids(processor, str(path))
     return processor
+
+
+def _unusable(path: "str | Path", why: str) -> CheckpointError:
+    return CheckpointError(
+        f"checkpoint folder {str(path)!r} has no usable processor ({why}); it needs "
+        "processor_config.json, tokenizer.json, tokenizer_config.json, chat_template.jinja"
+    )
 
 
 def check_reserved_ids(processor: Any, where: str) -> None:

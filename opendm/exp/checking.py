@@ -1,6 +1,7 @@
 """The check of an experiment: as the task ``check``, and in short form before every training."""
 
 import logging
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -10,6 +11,7 @@ from opendm.check.problem import Problem
 from opendm.check.report import CheckReport
 from opendm.check.run import CheckedRun, check, check_briefly
 from opendm.errors import ConfigError, DataError
+from opendm.exp.policy_layout import policy_layout, robot_parts
 
 if TYPE_CHECKING:
     from opendm.exp.dm05_exp import DM05Exp
@@ -33,6 +35,7 @@ def check_experiment(exp: "DM05Exp", world_size: int = 1) -> None:
     """
     transformers.logging.set_verbosity_error()
     report = check(checked_run(exp, world_size), exp.check_config)
+    report.add(check_layout(exp))
     print(report.text())
     if exp.check_config.json_path:
         path = Path(exp.check_config.json_path)
@@ -44,6 +47,20 @@ def check_experiment(exp: "DM05Exp", world_size: int = 1) -> None:
     _refuse(report, strict=exp.check_config.strict)
 
 
+def check_layout(exp: "DM05Exp") -> Iterator[Problem]:
+    """Whether one checkpoint can serve all robots of the data."""
+    data = exp.data_config
+    try:
+        if data.norm_stats_file is None:
+            robot_parts(data)
+        else:
+            policy_layout(exp, Path(data.norm_stats_file))
+    except ConfigError as error:
+        yield Problem("data", "robot_type", str(error), code="layout")
+    except DataError:
+        return  # the file cannot be read, which is a finding of its own
+
+
 def check_before_training(exp: "DM05Exp", world_size: int) -> str:
     """The short form: warnings are logged, errors end the run before the model is loaded.
 
@@ -52,7 +69,9 @@ def check_before_training(exp: "DM05Exp", world_size: int) -> str:
 
     Raises:
         DataError: there are errors, or in strict mode warnings.
+        ConfigError: datasets of one robot type show it in different ways.
     """
+    robot_parts(exp.data_config)
     report = check_briefly(checked_run(exp, world_size))
     for problem in report.warnings:
         logger.warning("check: %s", problem)

@@ -7,7 +7,7 @@ import logging
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Annotated, NoReturn
+from typing import Annotated, Final, NoReturn
 
 import tyro
 
@@ -42,6 +42,8 @@ __all__ = [
     "main",
     "run",
 ]
+
+SERVE_PACKAGES: Final = ("starlette", "uvicorn", "h11", "python_multipart")
 
 logger = logging.getLogger(__name__)
 
@@ -123,9 +125,18 @@ class DM05Exp:
             return
         if self.model_config.model_name_or_path is None:
             raise ConfigError("--model-config.model-name-or-path is needed to serve a checkpoint")
-        from opendm.infer.serve import serve
-
-        serve(self.model_config.model_name_or_path, self.inference_config)
+        try:
+            from opendm.infer.serve import serve
+        except ModuleNotFoundError as error:
+            package = (error.name or "").partition(".")[0]
+            if package not in SERVE_PACKAGES:
+                raise
+            raise ConfigError(
+                f"serving needs the package {package}, which is not installed; it comes with an "
+                "extra: pip install 'opendm[serve]'"
+            ) from error
+        base = self.model_config.lora_config.base_model
+        serve(self.model_config.model_name_or_path, self.inference_config, base)
 
 
 def parse(exp_type: type[DM05Exp], argv: Sequence[str] | None = None) -> DM05Exp:

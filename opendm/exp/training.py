@@ -16,7 +16,7 @@ from opendm.constants.precision import BF16_MIXED_PRECISION_POLICY, FP32_MIXED_P
 from opendm.data.mixture import Mixture
 from opendm.data.processor import load_processor
 from opendm.data.stat_file import check_unchanged
-from opendm.errors import OpenDMError
+from opendm.errors import ConfigError, OpenDMError
 from opendm.exp.checking import check_before_training
 from opendm.exp.policy_layout import policy_layout
 from opendm.exp.resume import find_checkpoint
@@ -117,8 +117,7 @@ def build_trainer(exp: "DM05Exp", runtime: Runtime, stop: StopRequest) -> DMTrai
     found = on_rank_0(lambda: str(find_checkpoint(config, run, hashes, defaults) or ""))
     resume_from = Path(found) if found else None
     model = build_model(exp, runtime, resume_from)
-    if runtime.is_main:
-        write_run_file(run, Path(config.output_dir))
+    on_rank_0(lambda: write_first(run, Path(config.output_dir)))
 
     def save_artifacts(folder: Path) -> None:
         processor.save_pretrained(folder)
@@ -181,19 +180,30 @@ def build_model(exp: "DM05Exp", runtime: Runtime, resume_from: Path | None) -> A
 
     Raises:
         EngineError: ranks built another model than rank 0.
+        OpenDMError: what rank 0 could not read or write, on every rank.
     """
     use_lora, sha256 = bool(exp.use_lora), None
     if use_lora:
         sha256 = on_rank_0(lambda: exp.model_config.checked_base_hash(resume_from))
-    model = exp.model_config.build_model(
-        use_lora=use_lora,
-        read_from=resume_from,
-        on_meta=not runtime.is_main,
-        lora_seed=exp.trainer_config.seed,
-        base_sha256=sha256,
-    )
-    if use_lora and runtime.is_main:
-        write_summary(model, exp.model_config.lora_config, summary_path(exp))
+    models: list[Any] = []
+
+    def build() -> str:
+        model = exp.model_config.build_model(
+            use_lora=use_lora,
+            read_from=resume_from,
+            on_meta=not runtime.is_main,
+            lora_seed=exp.trainer_config.seed,
+            base_sha256=sha256,
+        )
+        if use_lora and runtime.is_main:
+            write_summary(model, exp.model_config.lora_config, summary_path(exp))
+        models.append(model)
+        return ""
+
+    if not runtime.is_main:
+        build()
+    on_rank_0(build)
+    model = models[0]
     exp.optimizer_config.prepare_model(model)
     logger.info(
         "model: %s trainable of %s parameters; what no loss reads is frozen",
@@ -202,6 +212,21 @@ def build_model(exp: "DM05Exp", runtime: Runtime, resume_from: Path | None) -> A
     )
     compare(parameter_facts(model), float(collective_timeout_s()))
     return model
+
+
+def write_first(run: Mapping[str, Any], folder: Path) -> str:
+    """Write the first file into the output folder.
+
+    Raises:
+        ConfigError: it cannot be written there.
+    """
+    try:
+        write_run_file(run, folder)
+    except OSError as error:
+        raise ConfigError(
+            f"--trainer-config.output-dir {folder} cannot be written to: {error}; name another"
+        ) from error
+    return ""
 
 
 def summary_path(exp: "DM05Exp") -> Path:

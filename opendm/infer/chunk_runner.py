@@ -8,6 +8,8 @@ from typing import Generic, TypeVar
 
 import numpy as np
 
+from opendm.errors import DataError
+
 logger = logging.getLogger(__name__)
 
 Seen = TypeVar("Seen")
@@ -34,8 +36,8 @@ class ActionChunkRunner(Generic[Seen]):
     are skipped. The next ``num_given`` actions of the present chunk are handed to the policy as the
     beginning of the new one, which :func:`opendm.infer.real_time.act_from` continues.
 
-    A policy that fails leaves the present chunk in force; the error is in :attr:`error` until a
-    call succeeds, and the next tick tries again.
+    A policy that fails, or whose chunk is none (:func:`check_chunk`), leaves the present chunk in
+    force; the error is in :attr:`error` until a call succeeds, and the next tick tries again.
 
     Args:
         act: the policy; called in the thread only.
@@ -95,6 +97,7 @@ class ActionChunkRunner(Generic[Seen]):
                 starts_at, observation, given = self._order
             try:
                 chunk = np.array(self._act(observation, given), dtype=np.float32)
+                check_chunk(chunk, self._chunk)
             except Exception as error:  # the robot's loop must go on
                 logger.warning("the policy failed; the present chunk stays in force", exc_info=True)
                 with self._changed:
@@ -103,3 +106,16 @@ class ActionChunkRunner(Generic[Seen]):
                 with self._changed:
                     self.error, self._order = None, None
                     self._chunk, self._starts_at = chunk, starts_at
+
+
+def check_chunk(chunk: np.ndarray, present: np.ndarray | None) -> None:
+    """Refuse what no robot can execute.
+
+    Raises:
+        DataError: not finite ``[horizon, dim]`` with rows, or another dim than the present chunk.
+    """
+    dim = "dim" if present is None else present.shape[1]
+    if chunk.ndim != 2 or 0 in chunk.shape or dim not in ("dim", chunk.shape[1]):
+        raise DataError(f"the chunk has shape {list(chunk.shape)}; expected [horizon, {dim}]")
+    if not np.isfinite(chunk).all():
+        raise DataError("the chunk is not finite")

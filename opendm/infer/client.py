@@ -18,6 +18,9 @@ from PIL import Image
 
 from opendm.errors import OpenDMError
 
+CLOSED = (http.client.RemoteDisconnected, BrokenPipeError, ConnectionResetError)
+"""What using a connection raises that the service closed for being idle."""
+
 
 class ServiceError(OpenDMError):
     """The service answered with an error, or not at all; ``status`` is 0 then."""
@@ -106,15 +109,14 @@ class PolicyClient:
 
     def _call(self, method: str, path: str, content: "Mapping[str, Any] | None") -> dict[str, Any]:
         body = None if content is None else json.dumps(content, allow_nan=False).encode()
-        try:
-            return self._once(method, path, body)
-        except (http.client.RemoteDisconnected, BrokenPipeError, ConnectionResetError):
-            self._connection.close()  # the service closes idle connections; http.client reopens
+        is_open = self._connection.sock is not None
         try:
             return self._once(method, path, body)
         except (OSError, http.client.HTTPException) as error:
-            self._connection.close()
-            raise ServiceError(f"no reply: {error}", 0) from error
+            self._connection.close()  # half a reply may be on its way; http.client opens another
+            if not (is_open and isinstance(error, CLOSED)):
+                raise ServiceError(f"no reply: {str(error) or type(error).__name__}", 0) from error
+        return self._call(method, path, content)
 
     def _once(self, method: str, path: str, body: bytes | None) -> dict[str, Any]:
         headers = {**self._headers, "Content-Type": "application/json"}

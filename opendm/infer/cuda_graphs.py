@@ -77,10 +77,26 @@ class SuffixGraphs:
             visible=prefix.visible.clone(),
         )
         start, shown = noise.clone(), mask.clone()
-        result, replay = self.record(
-            lambda: integrate(self.model, own, start, shown, num_steps=self.num_steps)
-        )
+
+        def work() -> Actions:
+            with uncached_autocast(noise.device):
+                return integrate(self.model, own, start, shown, num_steps=self.num_steps)
+
+        result, replay = self.record(work)
         return _Captured(own, start, shown, result, replay)
+
+
+def uncached_autocast(device: torch.device) -> torch.autocast:
+    """Autocast as it is now, but for its cache of cast weights.
+
+    The cache is emptied when sampling ends, while a graph goes on reading what it read then.
+    """
+    return torch.autocast(
+        device.type,
+        dtype=torch.get_autocast_dtype(device.type),
+        enabled=torch.is_autocast_enabled(device.type),
+        cache_enabled=False,
+    )
 
 
 def run_prefix(model: DM05ForConditionalGeneration, inputs: Batch) -> Prefix:

@@ -32,8 +32,6 @@ class Limits:
     """Of all pictures of a request, each counted as a square."""
     max_prompt_chars: int = 2_000
     body_timeout_s: float = 10.0
-    header_timeout_s: float = 10.0
-    """Also of an open connection without any request."""
 
 
 class RequestError(OpenDMError):

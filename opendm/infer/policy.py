@@ -27,6 +27,7 @@ from opendm.infer.options import PolicyOptions
 from opendm.model.dm05.checkpoint_files import load_config
 from opendm.model.dm05.dm05_arch import DM05ForConditionalGeneration
 from opendm.model.dm05.dm05_lora import load_dm05_model_for_inference
+from opendm.model.dm05.lora_merge import config_folder
 from opendm.model.dm05.precision import inference_autocast
 from opendm.shapes import ActionMask, Actions
 
@@ -71,7 +72,9 @@ class Policy:
         self.options = options
         self.sampler: Sampler = self._sample_actions
         self._collate = TrainingCollator(processor.tokenizer.pad_token_id, layout.max_length)
-        self._pixels = PixelTransform(NoAugmentationPipeline(image_size(processor)))
+        self.shrink = NoAugmentationPipeline(image_size(processor))
+        """From a picture to the size that the model sees; again, it changes nothing."""
+        self._pixels = PixelTransform(self.shrink)
         self._normalize = Normalize(
             None, ["state"], norm_stats_file=norm_stats, clip_to_bounds=options.clip_to_bounds
         )
@@ -87,6 +90,7 @@ class Policy:
         layout_from: "str | PathLike[str] | None" = None,
         layout_file: "str | PathLike[str] | None" = None,
         norm_stats_file: "str | PathLike[str] | None" = None,
+        base: "str | PathLike[str] | None" = None,
         device: "str | torch.device" = "cpu",
         dtype: torch.dtype | None = None,
         options: PolicyOptions = PolicyOptions(),  # noqa: B008 - frozen
@@ -99,6 +103,7 @@ class Policy:
                 (a checkpoint that was not trained).
             layout_file: instead of the folder's ``opendm.json``.
             norm_stats_file: instead of the folder's ``norm_stats.json``.
+            base: where the base of an adapter is, if it was moved.
             device: where the model runs.
             dtype: dtype of the weights; the file's when absent.
             options: deviations from the training pipeline.
@@ -112,14 +117,14 @@ class Policy:
         if not stats_file.is_file():
             raise CheckpointError(f"{stats_file} does not exist; is the copy complete?")
         norm_stats = NormStatsFile.load(stats_file)
-        config = load_config(path)
+        config = load_config(config_folder(Path(path), base))
         if layout.action_dim > config.action_dim:
             raise CheckpointError(
                 f"{source}: key 'action_dim' of opendm.json is {layout.action_dim}, but the model "
                 f"has {config.action_dim} dimensions"
             )
         overrides = {"chunk_size": layout.chunk_size}
-        model = load_dm05_model_for_inference(path, overrides, dtype=dtype)
+        model = load_dm05_model_for_inference(path, overrides, base=base, dtype=dtype)
         model.to(torch.device(device))
         model.set_attention_implementation(
             llm_attn_implementation="sdpa",

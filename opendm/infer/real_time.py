@@ -10,7 +10,7 @@ from opendm.data.collator import Batch
 from opendm.data.dataset import Sample
 from opendm.data.transforms.actions import ActionRelative
 from opendm.data.transforms.normalization import Normalize
-from opendm.errors import DataError
+from opendm.errors import ConfigError, DataError
 from opendm.infer.cuda_graphs import run_prefix
 from opendm.infer.euler import integrate
 from opendm.infer.observation import Observation
@@ -39,10 +39,17 @@ def act_from(
         generator: what the noise is drawn from; torch's global one when absent.
 
     Raises:
+        ConfigError: the policy composes rotations, which has no way back here.
         DataError: the observation or the given actions do not fit the checkpoint.
         CheckpointError: the model's output is not finite.
     """
     prepared = policy.prepare(observation)
+    is_relative = prepared.layout.action_mode == ActionMode.RELATIVE.value
+    if policy.options.compose_eef_rot and is_relative:
+        raise ConfigError(
+            "act_from cannot go on from given actions with compose_eef_rot: the model would be "
+            "given differences of rotation vectors, and its own are rotations; act with act()"
+        )
     given = np.asarray(given, dtype=np.float32)
     given = given.reshape(-1, prepared.layout.action_dim) if given.size == 0 else given
     dim, horizon = prepared.layout.action_dim, prepared.layout.chunk_size

@@ -1,7 +1,7 @@
 """Requests of both routes, checked field by field: from bytes to an observation and a seed."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -27,6 +27,8 @@ class Contract:
     layout: PolicyLayout
     num_steps: int
     max_history_images: int
+    shrink: Callable[[Image.Image], Image.Image]
+    """What is kept of a picture while its request waits."""
     reserved: frozenset[str] = frozenset()
     """Tokens of the checkpoint that no text of a request may hold."""
     limits: Limits = field(default_factory=Limits)
@@ -122,9 +124,12 @@ def _observation(
             f"{len(history)} history_images; at most {contract.max_history_images} are taken"
         )
     reader = PictureReader(limits)
-    views = [reader.read(file, f"image {i}") for i, file in enumerate(images, start=1)]
-    past: list[Image.Image] = [
-        reader.read(file, f"history image {i}") for i, file in enumerate(history, start=1)
+    views = [
+        contract.shrink(reader.read(file, f"image {i}")) for i, file in enumerate(images, start=1)
+    ]
+    past = [
+        contract.shrink(reader.read(file, f"history image {i}"))
+        for i, file in enumerate(history, start=1)
     ]
     return Observation(
         state=numbers,

@@ -6,9 +6,10 @@ import ipaddress
 import logging
 import signal
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from importlib.metadata import version
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Final
 
 import numpy as np
@@ -20,10 +21,11 @@ from opendm.errors import CheckpointError, ConfigError
 from opendm.infer.config import DM05InferenceConfig
 from opendm.infer.connection import TimedConnection
 from opendm.infer.cuda_graphs import BUCKETS, use_cuda_graphs
+from opendm.infer.layout import LAYOUT_FILE
 from opendm.infer.limits import MAX_SEED, Limits
 from opendm.infer.observation import Observation
 from opendm.infer.options import PolicyOptions
-from opendm.infer.policy import Policy
+from opendm.infer.policy import NORM_STATS_FILE, Policy
 from opendm.infer.request import Contract
 from opendm.infer.server import Service, build_app
 from opendm.infer.worker import PolicyWorker
@@ -36,8 +38,15 @@ KEEP_ALIVE_S: Final = 15
 BACKLOG: Final = 256
 
 
-def serve(checkpoint: "str | Path", config: DM05InferenceConfig) -> None:
-    """Serve until SIGTERM or SIGINT; what was accepted by then is answered.
+def serve(
+    checkpoint: "str | Path", config: DM05InferenceConfig, base: "str | Path | None" = None
+) -> None:
+    """Serve until SIGTERM or SIGINT; what was accepted by then is answered, for 30 s.
+
+    Args:
+        checkpoint: folder of a full checkpoint or an adapter.
+        config: of the service.
+        base: where the base of an adapter is, if it was moved.
 
     Raises:
         ConfigError: a flag or the checkpoint does not fit, or the port is in use.
@@ -50,7 +59,7 @@ def serve(checkpoint: "str | Path", config: DM05InferenceConfig) -> None:
             "none here; use default"
         )
     with bound_socket(config) as listener:
-        policy = load_policy(checkpoint, config, device)
+        policy = load_policy(checkpoint, config, device, base)
         worker = PolicyWorker(
             policy,
             num_steps=config.diffusion_steps,
@@ -74,8 +83,14 @@ def check_access(config: DM05InferenceConfig) -> None:
     Raises:
         ConfigError: neither token nor ``no_auth``.
     """
-    if config.token is not None and not (config.token.isascii() and config.token.strip()):
-        raise ConfigError("--inference-config.token must be ASCII and not empty")
+    token = config.token
+    if token is not None and not (token.isascii() and token.isprintable() and token.strip()):
+        raise ConfigError("--inference-config.token must be printable ASCII and not empty")
+    if token is not None and token != token.strip():
+        raise ConfigError(
+            "--inference-config.token has blanks around it, which HTTP drops from a header; leave "
+            "them out"
+        )
     if is_loopback(config.host) or config.token is not None:
         return
     if not config.no_auth:
@@ -117,7 +132,10 @@ def bound_socket(config: DM05InferenceConfig) -> Iterator[socket.socket]:
 
 
 def load_policy(
-    checkpoint: "str | Path", config: DM05InferenceConfig, device: torch.device
+    checkpoint: "str | Path",
+    config: DM05InferenceConfig,
+    device: torch.device,
+    base: "str | Path | None" = None,
 ) -> Policy:
     """The policy that the flags describe; what contradicts the checkpoint is refused.
 
@@ -129,6 +147,7 @@ def load_policy(
         checkpoint,
         layout_file=config.layout_file,
         norm_stats_file=config.norm_stats_file,
+        base=base,
         device=device,
         options=PolicyOptions(
             clip_to_bounds=config.clip_to_bounds,
@@ -215,6 +234,7 @@ def make_contract(policy: Policy, config: DM05InferenceConfig) -> Contract:
         layout=policy.layout,
         num_steps=config.diffusion_steps,
         max_history_images=history,
+        shrink=policy.shrink,
         reserved=reserved | {HISTORY_TOKEN, HISTORY_PAD_TOKEN},
         limits=limits,
         seed=seed,
@@ -228,7 +248,7 @@ def describe(
     layout = policy.layout
     return {
         "version": version("opendm"),
-        "checkpoint": checkpoint_hash(checkpoint),
+        "checkpoint": checkpoint_hash(checkpoint, used_instead(config)),
         "cameras": [
             {"key": key, "prompt": prompt}
             for key, prompt in zip(layout.image_keys, layout.image_prompts, strict=True)
@@ -244,14 +264,28 @@ def describe(
     }
 
 
-def checkpoint_hash(folder: "str | Path") -> str:
+def used_instead(config: DM05InferenceConfig) -> dict[str, Path]:
+    """Files that flags name in place of the checkpoint's own, by the own one's name."""
+    files = {}
+    if config.norm_stats_file is not None:
+        files[NORM_STATS_FILE] = Path(config.norm_stats_file)
+    if config.layout_file is not None:
+        path = Path(config.layout_file)
+        files[LAYOUT_FILE] = path if path.is_file() else path / LAYOUT_FILE
+    return files
+
+
+def checkpoint_hash(
+    folder: "str | Path", instead: Mapping[str, Path] = MappingProxyType({})
+) -> str:
     """SHA-256 over name and content of the files that decide what a checkpoint does."""
+    files = {**{path.name: path for path in Path(folder).iterdir()}, **instead}
     total = hashlib.sha256()
-    for path in sorted(Path(folder).iterdir()):
-        if path.suffix in {".json", ".safetensors", ".jinja"} and path.name != "run.json":
+    for name, path in sorted(files.items()):
+        if Path(name).suffix in {".json", ".safetensors", ".jinja"} and name != "run.json":
             with path.open("rb") as file:
                 content = hashlib.file_digest(file, "sha256").hexdigest()
-            total.update(f"{path.name} {content}\n".encode())
+            total.update(f"{name} {content}\n".encode())
     return total.hexdigest()
 
 
@@ -293,4 +327,16 @@ def run_server(service: Service, listener: socket.socket) -> None:
     host, port = listener.getsockname()[:2]
     logger.info("serving on http://%s:%d", f"[{host}]" if ":" in host else host, port)
     make_server(service).run(sockets=[listener])
-    logger.info("stopped; every accepted request was answered")
+    say_end(service)
+
+
+def say_end(service: Service) -> None:
+    """Log whether everyone got an answer."""
+    if service.num_dropped:
+        logger.warning(
+            "stopped; after %d s %d requests were not answered yet and got 503",
+            DRAIN_TIMEOUT_S,
+            service.num_dropped,
+        )
+    else:
+        logger.info("stopped; every accepted request was answered")

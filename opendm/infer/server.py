@@ -3,8 +3,9 @@
 import asyncio
 import hmac
 import logging
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,6 +27,8 @@ PARSER_THREADS = 2
 FILE_FIELDS = frozenset({"image", "history_images"})
 TEXT_FIELDS = frozenset(FORM_FIELDS) - FILE_FIELDS
 
+ENDING = RequestError("the service is ending", 503)
+
 Endpoint = Callable[[HttpRequest], Awaitable[Response]]
 
 
@@ -39,6 +42,10 @@ class Service:
     token: str | None = None
     is_draining: bool = False
     """Set when the service is about to end: it is no longer ready."""
+    num_open: int = 0
+    """Requests between the end of their body and their reply."""
+    num_dropped: int = 0
+    """Requests that the end of the service left without an answer."""
     warned: bool = False
     """Whether an unknown field of a form was reported already."""
     pool: ThreadPoolExecutor = field(
@@ -47,6 +54,21 @@ class Service:
 
     def __post_init__(self) -> None:
         self.bodies = BodyReader(self.contract.limits)
+
+    @contextmanager
+    def slot(self) -> Iterator[None]:
+        """A place among the requests that are worked on, taken before one is parsed.
+
+        Raises:
+            RequestError: there is none left (503).
+        """
+        if self.num_open >= self.worker.capacity:
+            raise RequestError("too many requests wait; try again", 503)
+        self.num_open += 1
+        try:
+            yield
+        finally:
+            self.num_open -= 1
 
     async def answer(self, parse: Callable[[], Request]) -> Answer:
         """Check a request off the event loop, then wait for the model.
@@ -81,7 +103,8 @@ class Service:
         """``POST /v1/infer``."""
         with self.bodies.account() as account:
             body = await account.read(request)
-            answer = await self.answer(lambda: parse_infer(body, self.contract))
+            with self.slot():
+                answer = await self.answer(lambda: parse_infer(body, self.contract))
         return json_reply({
             "actions": chunk_rows(answer.actions),
             "metadata": {"latency_ms": round(1000 * answer.model_s, 3)},
@@ -90,13 +113,15 @@ class Service:
     async def process_frame(self, request: HttpRequest) -> Response:
         """``POST /process_frame``, for clients of the public framework's first service."""
         with self.bodies.account() as account:
-            texts, files = await split_form(request, await account.read(request))
-            self._check_form(texts, files)
-            images = [file for name, file in files if name == "image"]
-            history = [file for name, file in files if name == "history_images"]
-            answer = await self.answer(
-                lambda: parse_form(dict(texts), images, history, self.contract)
-            )
+            body = await account.read(request)
+            with self.slot():
+                texts, files = await split_form(request, body)
+                self._check_form(texts, files)
+                images = [file for name, file in files if name == "image"]
+                history = [file for name, file in files if name == "history_images"]
+                answer = await self.answer(
+                    lambda: parse_form(dict(texts), images, history, self.contract)
+                )
         return json_reply({
             "response": chunk_rows(answer.actions),
             "model_latency_ms": round(1000 * answer.model_s, 3),
@@ -129,7 +154,9 @@ class Service:
     async def readyz(self, _request: HttpRequest) -> Response:
         """``GET /readyz``: requests are served."""
         if self.is_draining:
-            return error_reply("the service is ending", 503)
+            return refusal(ENDING)
+        if problem := self.worker.problem():
+            return error_reply(problem, 503)
         return json_reply({"status": "ready"})
 
 
@@ -144,6 +171,11 @@ def build_app(service: Service) -> Starlette:
                 return await endpoint(request)
             except RequestError as error:
                 return refusal(error)
+            except asyncio.CancelledError:  # the time to end in order is over
+                if not service.is_draining:
+                    raise
+                service.num_dropped += 1
+                return refusal(ENDING)
             except Exception as error:  # noqa: BLE001 - the edge: whatever it is, it is a reply
                 return internal_error(error)
 
@@ -155,7 +187,7 @@ def build_app(service: Service) -> Starlette:
         headers = dict(error.headers or {})
         return error_reply(error.detail, error.status_code, headers)
 
-    return Starlette(
+    app = Starlette(
         routes=[
             Route("/v1/infer", guarded(service.infer), methods=["POST"]),
             Route("/process_frame", guarded(service.process_frame), methods=["POST"]),
@@ -165,3 +197,5 @@ def build_app(service: Service) -> Starlette:
         ],
         exception_handlers={HTTPException: http_error, Exception: http_error},
     )
+    app.router.redirect_slashes = False  # a redirect is no JSON
+    return app

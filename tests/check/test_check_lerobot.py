@@ -7,6 +7,7 @@ import pytest
 from lerobot_sets import SmallSet, decoded_pictures, episode_table, write_jsonl, write_v2, write_v3
 from pyarrow import parquet
 
+from opendm.check import lerobot
 from opendm.check.contents import read_contents
 from opendm.check.pictures import PictureRules
 from opendm.data.lerobot_fields import describe_lerobot
@@ -130,3 +131,20 @@ def test_pictures_in_parquet_files_are_looked_at(tmp_path):
     cell = parquet.read_table(path)["observation.images.top"][7].as_py()
     spoil_row(path, 7, "observation.images.top", {**cell, "bytes": cell["bytes"][:-30]})
     assert found(root) == [(f"{path}:row 7", "observation.images.top", "picture_truncated")]
+
+
+def test_row_groups_with_many_pictures_are_a_warning(tmp_path, monkeypatch):
+    pictures = decoded_pictures(write_jsonl(tmp_path / "jsonl", DATA), DATA)
+    root = write_v3(tmp_path / "encoded", DATA, pictures=pictures)
+    path = root / "data/chunk-000/file-000.parquet"
+    table = parquet.read_table(path)
+    group = table["observation.images.top"][4:8].to_pylist()  # groups have 4 rows
+    size = sum(len(cell["bytes"]) for cell in group)
+    monkeypatch.setattr(lerobot, "LARGE_GROUP_BYTES", 2 * size)
+    assert look(root).problems == []
+    parquet.write_table(table, path)
+    problems = look(root).problems
+    assert [(p.where, p.code, p.severity) for p in problems] == [
+        (str(path), "row_group_large", "warning")
+    ] * len(pictures)
+    assert f"up to {TOTAL} rows" in problems[0].reason

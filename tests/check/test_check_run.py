@@ -276,6 +276,25 @@ def test_the_short_form_opens_few_pictures(checked, folder, monkeypatch):
     assert 0 < len(opened) <= 16
 
 
+def test_a_copy_of_a_held_out_episode_is_an_error_of_both_forms(checked, folder):
+    held = replace(checked, data=replace(checked.data, val_episodes=1))
+    [number] = held.data.open_source("val").episodes
+    name = held.data.open_source("val").source.index.episodes[number]
+    assert look(held).problems == []
+    for attempt in range(40):  # until the hash of the name puts the copy into training
+        copy = folder / f"copy{attempt}.jsonl"
+        copy.write_bytes((folder / name).read_bytes())
+        selected = held.data.open_source("val")
+        if selected.source.index.episodes[selected.episodes[0]] == name:
+            break
+        copy.unlink()
+    for report in (look(held), check_briefly(held)):
+        [problem] = report.errors
+        assert problem.code == "held_out_copy"
+        assert f"{copy.name} = {name}" in problem.reason
+    assert {p.code for p in look(checked).problems} == {"duplicate_episode"}
+
+
 def test_all_datasets_of_a_mixture_are_checked(checked, folder, tmp_path, monkeypatch):
     other = write_set(tmp_path / "other")
     fields = CONVERSATION_DATA[NAME] | {"jsonl_dir": str(other), "image_dir": str(other)}

@@ -46,6 +46,18 @@ def test_padding_stays_below_the_limit_and_nothing_is_cut():
         TrainingCollator(0, 17)([row(18)])
 
 
+def test_pixels_are_bytes_where_all_are_and_floats_otherwise():
+    made, other = row(4), row(4)
+    made["pixel_values"] = torch.full((1, 3, 4, 4), 255, dtype=torch.uint8)
+    other["pixel_values"] = torch.full((1, 3, 4, 4), -1.0)
+    collate = TrainingCollator(0)
+    assert collate([made, made])["pixel_values"].dtype == torch.uint8
+    mixed = collate([made, other])["pixel_values"]
+    assert mixed.dtype == torch.float32
+    assert mixed[0].unique().tolist() == [1.0]
+    assert mixed[1].unique().tolist() == [-1.0]
+
+
 def test_history_of_some_samples():
     batch = TrainingCollator(0)([row(5), row(7, history=3), row(4, history=0)])
     assert batch["history_mask"].dtype == torch.bool

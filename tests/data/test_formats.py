@@ -57,7 +57,7 @@ def test_a_folder_describes_itself(folder):
     assert dataset_info(str(folder)) == {
         "jsonl_dir": str(folder),
         "image_dir": str(folder),
-        "image_keys": ["images_left", "images_2"],
+        "image_keys": ["images_2", "images_left"],
         "image_prompts": ["Camera 1", "Camera 2"],
     }
 
@@ -86,7 +86,7 @@ def test_a_registered_name_wins_over_a_folder_of_that_name(folder, tmp_path, mon
     monkeypatch.chdir(tmp_path)
     folder.rename(tmp_path / "demo")
     assert dataset_info("demo")["image_keys"] == ["images_1", "images_2"]
-    assert dataset_info("./demo")["image_keys"] == ["images_left", "images_2"]
+    assert dataset_info("./demo")["image_keys"] == ["images_2", "images_left"]
 
 
 def test_a_hub_id_is_fetched_once_and_read_as_a_folder(folder, monkeypatch):

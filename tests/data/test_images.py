@@ -11,9 +11,12 @@ import pyarrow as pa
 import pytest
 import torch
 from PIL import Image
+from pyarrow import parquet
 from torchvision.transforms import v2
 
+from opendm.data import parquet_images
 from opendm.data.augmentations import TrainingTransformPipeline
+from opendm.data.parquet_images import read_image_cell
 from opendm.data.transforms import LoadHistory, LoadImages, PixelTransform
 from opendm.data.transforms.images import load_image
 from opendm.errors import DataError
@@ -229,3 +232,27 @@ def test_views_and_keys_without_history_are_as_before(tmp_path):
     sample = {"images_1": {"type": "image", "url": "a.png"}}
     done = LoadImages(["images_1"], str(tmp_path))(sample)
     assert "history_images" not in PixelTransform(lambda image: image)(done)
+
+
+def test_frames_that_follow_each_other_read_a_row_group_once_whatever_its_size(
+    tmp_path, monkeypatch
+):
+    cells = {
+        name: [{"bytes": bytes([number, t]) * 50, "path": None} for t in range(9)]
+        for number, name in enumerate(["top", "wrist", "side"])
+    }
+    parquet.write_table(pa.table(cells), tmp_path / "a.parquet", row_group_size=3)
+    reads, read = [], parquet.ParquetFile.read_row_group
+
+    def counted(file, group, columns):
+        reads.append((group, *columns))
+        return read(file, group, columns=columns)
+
+    monkeypatch.setattr(parquet.ParquetFile, "read_row_group", counted)
+    monkeypatch.setattr(parquet_images, "_open_tables", parquet_images._OpenTables())
+    monkeypatch.setattr(parquet_images, "MAX_GROUP_BYTES", 1)
+    for t in range(9):
+        for name, column in cells.items():
+            assert read_image_cell(tmp_path / "a.parquet", t, name) == column[t]
+    assert reads == [(group, name) for group in range(3) for name in cells]
+    assert len(parquet_images._open_tables.groups) == 3

@@ -4,10 +4,12 @@ from collections import Counter
 
 import numpy as np
 import pytest
+import torch
+from torch.utils.data import DataLoader
 
 from opendm.data.mixture import Mixture, draws_per_epoch
 from opendm.errors import ConfigError
-from opendm.trainer.sampling import StepSampler
+from opendm.trainer.sampling import SeededCollator, SeededDataset, StepSampler
 
 
 def mixture(sizes, weights):
@@ -114,3 +116,46 @@ def test_weights_that_are_not_positive_are_refused(weights):
 def test_more_groups_than_draws_are_refused():
     with pytest.raises(ConfigError, match="2 samples in all for 3"):
         draws_per_epoch(2, [1, 1, 1])
+
+
+class Noisy:
+    """Samples that draw from the generators that transforms use."""
+
+    def __init__(self, part, size):
+        self.part, self.size = part, size
+
+    def __len__(self):
+        return self.size
+
+    def __getitem__(self, index):
+        return {"row": f"{self.part}:{index}", "noise": (torch.rand(1).item(), np.random.rand())}
+
+
+def loaded(num_workers, *, persistent=False, first_step=0):
+    """Batches of a run of three epochs, loaded as the trainer loads them."""
+    parts = [Noisy(part, size) for part, size in enumerate((6, 18))]
+    mixed = Mixture(parts, [np.arange(6), np.arange(6, 24)], [1, 1])
+    sampler = StepSampler(
+        len(mixed), 5, num_steps=18, batch_size=4, draw_order=mixed.draw_order,
+        first_step=first_step, first_sample=4 * first_step,
+    )  # fmt: skip
+    loader = DataLoader(
+        SeededDataset(mixed, 5),
+        batch_sampler=sampler,
+        collate_fn=SeededCollator(lambda samples: {"samples": samples}),
+        num_workers=num_workers,
+        persistent_workers=persistent,
+        multiprocessing_context="fork" if num_workers else None,
+    )
+    passes = [list(loader) for _ in range(2 if persistent else 1)]
+    assert all(str(batches) == str(passes[0]) for batches in passes)
+    return [(batch["samples"], batch["sample_seed"].tolist()) for batch in passes[0]]
+
+
+def test_draws_are_the_same_for_any_number_of_loader_workers():
+    alone = loaded(0)
+    assert len(alone) == 18
+    assert len({str(sample["noise"]) for samples, _ in alone for sample in samples}) == 18 * 4
+    for workers, persistent in ((2, False), (3, False), (2, True), (3, True)):
+        assert loaded(workers, persistent=persistent) == alone
+    assert loaded(2, first_step=7) == alone[7:]

@@ -13,6 +13,7 @@ from opendm.data.transforms.prompt import build_messages, discretize_state, task
 from opendm.data.transforms.prompt_encoding import encode_messages, encode_pictures
 from opendm.errors import CheckpointError, ConfigError, DataError
 from opendm.model.dm05.tiny import IMAGE_SIZE, build_processor
+from opendm.pixels import scale_bytes
 
 
 @pytest.fixture(scope="module")
@@ -278,6 +279,29 @@ def test_history_pixels_are_those_of_the_image_processor(processor):
     for images in ([noise(1), noise(2)], [noise(1, (40, 30))], [picture(255)]):
         expected = processor.image_processor(images, return_tensors="pt")["pixel_values"]
         assert torch.equal(encode_pictures(processor.image_processor, images), expected)
+
+
+@pytest.mark.parametrize("label", ["Head", "a <end_of_image>"])  # the second is encoded slowly
+def test_bytes_scaled_by_the_model_are_the_processors_pixels(label):
+    processor = build_processor(["open the drawer"])
+    labels = [label, "Wrist"]
+    sample = {**make(views=2), "images": [noise(1), noise(2)]}
+    floats = ChatTokenization(processor, image_prompts=labels, is_history=True)
+    as_bytes = ChatTokenization(processor, image_prompts=labels, is_history=True, as_bytes=True)
+    for _ in range(2):
+        history = {"history_images": [noise(3)]}
+        expected, found = floats({**sample, **history}), as_bytes({**sample, **history})
+        for key in ("pixel_values", "history_pixel_values"):
+            assert found[key].dtype == torch.uint8
+            assert torch.equal(scale_bytes(found[key]), expected[key])
+        assert torch.equal(found["input_ids"], expected["input_ids"])
+
+
+def test_pictures_that_the_processor_changes_stay_floats():
+    processor = build_processor(["open the drawer"])
+    tokenize = ChatTokenization(processor, as_bytes=True)
+    sample = {**make(views=1), "images": [noise(size=(100, 80))]}
+    assert tokenize(sample)["pixel_values"].dtype == torch.float32
 
 
 class OtherProcessor(Gemma3Processor):

@@ -192,3 +192,28 @@ def test_large_videos_are_refused_before_decoding(tmp_path, monkeypatch):
     path = clip(tmp_path / "clip.mp4", "libx264")
     with pytest.raises(DataError, match="64 x 64 pixels; at most 4095"):
         read_video_frame(path, 0)
+
+
+def test_time_stamps_are_kept_by_their_bytes_and_listed_once(tmp_path, monkeypatch):
+    listed, list_times = [], video.list_times
+
+    def counted(container, stream):
+        listed.append(container.name)
+        return list_times(container, stream)
+
+    paths = [tmp_path / f"{n}.mp4" for n in range(4)]
+    for path in paths:
+        sets.write_video(path, noise(3))
+    monkeypatch.setattr(video, "_open_videos", video._OpenVideos())
+    monkeypatch.setattr(video, "MAX_OPEN_VIDEOS", 1)
+    monkeypatch.setattr(video, "list_times", counted)
+    for path in paths * 2:
+        read_video_frame(path, 1)
+    assert listed == list(map(str, paths))
+    one = video._open_videos.times_bytes // 4
+    monkeypatch.setattr(video, "MAX_TIMES_BYTES", 2 * one)
+    sets.write_video(paths[0], noise(3, seed=7))
+    read_video_frame(paths[0], 1)
+    kept = video._open_videos
+    assert [key[0] for key in kept.times] == [paths[3], paths[0]]
+    assert kept.times_bytes == sum(times.num_bytes for times in kept.times.values()) <= 2 * one

@@ -1,6 +1,7 @@
 """The page of a dataset: complete, self-contained, and safe with any text in the data."""
 
 import json
+import re
 from html.parser import HTMLParser
 
 import numpy as np
@@ -8,7 +9,9 @@ import pytest
 from PIL import Image
 
 from opendm.cli import main
+from opendm.data.transforms.normalization import normalize
 from opendm.dataset.register import CONVERSATION_DATA
+from opendm.eval.data_view import floored_statistics
 
 EVIL = '<script>alert("x")</script> & <img src=http://example.com/a.png>'
 VOID = {"meta", "img", "path"}
@@ -116,3 +119,32 @@ def test_a_folder_can_be_viewed_without_registration(folder, tmp_path):
 def test_an_unknown_dataset_exits_2(tmp_path, capsys):
     assert main(["data", "view", "no_such", "--output", str(tmp_path / "x.html")]) == 2
     assert "no_such" in capsys.readouterr().err
+
+
+def test_only_the_episodes_of_the_registration_are_shown(folder, tmp_path, monkeypatch):
+    fields = CONVERSATION_DATA["viewed_set"]
+    monkeypatch.setitem(CONVERSATION_DATA, "part_set", {**fields, "episodes": [0]})
+    words = " ".join(Page(view(tmp_path, "part_set")).text)
+    assert "Episode e0.jsonl" in words
+    assert "e1.jsonl" not in words
+    assert "e4.jsonl" not in words
+    assert EVIL not in words  # the task of all others
+    assert "frames 10 " in words
+
+
+def test_ranges_are_widened_as_in_training(folder, tmp_path):
+    rng = np.random.default_rng(0)
+    rows = rng.normal(size=(5000, 3))
+    rows[:, 1] = 1.5 + 1e-5 * rows[:, 1]
+    stats = floored_statistics(rows, ["joint", "joint", "joint"])
+    assert normalize(rows, stats)[:, 1].std() < 0.01
+    assert normalize(rows, stats)[:, 0].std() > 0.3
+    for number in range(5):
+        path = folder / f"e{number}.jsonl"
+        lines = [json.loads(line) for line in path.read_text().splitlines()]
+        for frame, line in enumerate(lines):
+            line["state"][1], line["action"][1] = 1.0, 1.0 + 1e-7 * frame
+        path.write_text("\n".join(map(json.dumps, lines)))
+    words = " ".join(Page(view(tmp_path, "viewed_set")).text)
+    low, high = re.search(r"1 \(joint\): q01 (\S+), q99 (\S+)", words).groups()
+    assert float(high) - float(low) > 1e-3  # 1 % of the other joint's range

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import time
 
 import numpy as np
 import pytest
@@ -11,14 +12,22 @@ from safetensors.torch import load_file
 
 from opendm.cli import main
 from opendm.exp.dm05_exp import run
+from opendm.infer import serve
 from opendm.infer.policy import Observation, Policy
-from opendm.model.dm05.adapter_folder import weights_hash
+from opendm.model.dm05.adapter_folder import file_hash, weights_hash
 from opendm.model.dm05.dm05_lora import DM05LoraConfig
 
 ENGINES = {
     "single": (1, {}),
     "ddp": (2, {"trainer_config__fsdp1": False}),
     "fsdp1": (2, {}),
+    "fsdp1_full": (
+        2,
+        {
+            "trainer_config__fsdp_sharding_strategy": "full_shard",
+            "trainer_config__fsdp_wrap": "per_layer",
+        },
+    ),
     "fsdp2": (2, {"trainer_config__fsdp_version": 2}),
 }
 ADAPTER_FILES = {
@@ -64,6 +73,11 @@ def runs(base, place):
     return {engine: place / engine for engine in ENGINES}
 
 
+def base_of(folder):
+    record = json.loads((folder / "base_model.json").read_text())
+    return [record[key] for key in ("path", "sha256", "config_sha256")]
+
+
 def refusal(exp, capsys):
     assert run(exp) == 2
     return capsys.readouterr().err
@@ -71,7 +85,7 @@ def refusal(exp, capsys):
 
 def test_losses_and_adapters_agree_between_engines(runs):
     expected = load_file(runs["single"] / "adapter_model.safetensors")
-    for engine in ("ddp", "fsdp1", "fsdp2"):
+    for engine in ENGINES.keys() - {"single"}:
         assert_same_metrics(runs[engine], runs["single"], rel=1e-5)
         tensors = load_file(runs[engine] / "adapter_model.safetensors")
         assert tensors.keys() == expected.keys()
@@ -88,7 +102,11 @@ def test_a_run_ends_with_an_adapter_and_no_copy_of_the_base(engine, runs, base):
         assert names >= ADAPTER_FILES
         assert "model.safetensors" not in names
         record = json.loads((folder / "base_model.json").read_text())
-        assert record == {"path": str(base), "sha256": weights_hash(base)}
+        assert base_of(folder) == [
+            str(base), weights_hash(base), file_hash(base / "config.json"),
+        ]  # fmt: skip
+        for name in ("adapter_model.safetensors", "config.json"):
+            assert record["files"][name] == file_hash(folder / name)
     assert (runs[engine] / "checkpoint-2" / "state" / "state.json").is_file()
     summary = json.loads((runs[engine] / "trainable_summary.json").read_text())
     saved = load_file(runs[engine] / "adapter_model.safetensors")
@@ -119,9 +137,7 @@ def test_a_run_that_starts_from_an_adapter_trains_that_adapter(runs, place):
     assert all(torch.equal(own[n.removeprefix("base_model.model.")], t) for n, t in saved.items())
     assert {n for n in names if model.get_parameter(n).requires_grad} < model.adapter.names
     assert run(exp) == 0
-    assert json.loads((place / "on" / "base_model.json").read_text()) == json.loads(
-        (runs["fsdp1"] / "base_model.json").read_text()
-    )
+    assert base_of(place / "on") == base_of(runs["fsdp1"])
 
 
 def test_an_adapter_is_never_trained_as_a_merged_full_model(runs, tmp_path, capsys):
@@ -167,6 +183,58 @@ def test_an_altered_base_is_refused_on_resume_and_start(runs, base, tmp_path, ca
         assert f"{altered} is not the base of the adapter" in refusal(exp, capsys)
 
 
+def test_a_base_of_another_configuration_is_refused_on_resume_and_start(
+    runs, base, tmp_path, capsys
+):
+    altered = shutil.copytree(base, tmp_path / "altered")
+    config = json.loads((altered / "config.json").read_text())
+    config["action_config"]["rms_norm_eps"] = 0.3
+    (altered / "config.json").write_text(json.dumps(config))
+    folder = interrupted_at(2, runs["single"], tmp_path / "resumed")
+    where = {"base_model": str(altered)}
+    for exp in (
+        lora_run(base, folder, lora=where),
+        lora_run(runs["single"], tmp_path / "on", lora=where),
+    ):
+        assert "its config.json was altered since training" in refusal(exp, capsys)
+
+
+def test_a_fresh_run_has_no_base_to_move(base, tiny_checkpoint, tmp_path, capsys):
+    exp = lora_run(tiny_checkpoint, tmp_path / "new", lora={"base_model": str(base)})
+    error = refusal(exp, capsys)
+    assert f"--model-config.lora-config.base-model {base} says where" in error
+    assert str(tiny_checkpoint) in error
+
+
+@pytest.mark.parametrize("what", ["altered weights", "summary in a file", "summary is a folder"])
+def test_every_rank_ends_at_once_where_rank_0_cannot_read_or_write(what, runs, base, tmp_path):
+    (tmp_path / "file").touch()
+    (tmp_path / "folder").mkdir()
+    start, lora = base, {}
+    if what == "altered weights":
+        start = shutil.copytree(runs["single"], tmp_path / "adapter")
+        path = start / "adapter_model.safetensors"
+        data = path.read_bytes()
+        path.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+    else:
+        place = "file/summary.json" if what == "summary in a file" else "folder"
+        lora = {"dump_trainable_path": str(tmp_path / place)}
+    exp = lora_run(start, tmp_path / "on", "fsdp1", lora=lora)
+    began = time.monotonic()
+    assert run_ranks(exp, 2, tmp_path) == [2, 2]
+    assert time.monotonic() - began < 40, "a rank waited for the other to time out"
+    assert not list(tmp_path.glob(".*.partial"))
+
+
+def test_an_output_folder_that_cannot_be_written_to_is_named(base, tmp_path, capsys):
+    (tmp_path / "file").touch()
+    stats = {"data_config__norm_stats_root": str(tmp_path / "stats")}
+    exp = lora_run(base, tmp_path / "file" / "out", **stats)
+    assert "--trainer-config.output-dir" in refusal(exp, capsys)
+    exp.use_lora = False
+    assert f"--trainer-config.output-dir {tmp_path}/file/out cannot be" in refusal(exp, capsys)
+
+
 def test_a_base_that_is_gone_is_asked_for(runs, tmp_path, capsys):
     adapter = shutil.copytree(runs["single"], tmp_path / "adapter")
     config = json.loads((adapter / "adapter_config.json").read_text())
@@ -180,6 +248,28 @@ def test_a_base_that_is_gone_is_asked_for(runs, tmp_path, capsys):
 def test_muon_has_nothing_to_take(base, tmp_path, capsys):
     exp = lora_run(base, tmp_path / "muon", optimizer_config__optim="muon_adamw")
     assert "LoRA's adapters go to AdamW" in refusal(exp, capsys)
+
+
+def test_a_moved_base_is_named_to_the_policy_and_to_the_service(
+    runs, base, tmp_path, monkeypatch, capsys
+):
+    adapter = shutil.copytree(runs["single"], tmp_path / "adapter")
+    config = json.loads((adapter / "adapter_config.json").read_text())
+    config["base_model_name_or_path"] = "gone/base"
+    (adapter / "adapter_config.json").write_text(json.dumps(config))
+    served = []
+    monkeypatch.setattr(serve, "run_server", lambda service, _listener: served.append(service))
+    words = ["serve", "--checkpoint", str(adapter), "--inference-config.port", "0",
+             "--inference-config.diffusion-steps", "1"]  # fmt: skip
+    assert main(words) == 2
+    error = capsys.readouterr().err
+    assert "--model-config.lora-config.base-model in training and serving" in error
+    assert "base= in Python" in error
+    assert main([*words, "--model-config.lora-config.base-model", str(base)]) == 0
+    assert len(served) == 1
+    moved = Policy.from_checkpoint(adapter, base=base).model.state_dict()
+    expected = Policy.from_checkpoint(runs["single"]).model.state_dict()
+    assert all(torch.equal(moved[name], tensor) for name, tensor in expected.items())
 
 
 def test_a_policy_of_the_adapter_acts_as_one_of_the_merged_checkpoint(runs, base, tmp_path):

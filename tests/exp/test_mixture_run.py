@@ -11,12 +11,18 @@ from run_ranks import experiment
 from opendm.constants.robot import ActionMode
 from opendm.data.config import DM05DataConfig
 from opendm.data.mixture import Mixture
-from opendm.data.normalize import NormStatsFile
+from opendm.data.normalize import NormStats, NormStatsFile
 from opendm.dataset.register import CONVERSATION_DATA, register_dataset
 from opendm.errors import ConfigError
+from opendm.exp import training
+from opendm.exp.checking import check_layout
 from opendm.exp.dm05_exp import run
+from opendm.exp.policy_layout import policy_layout
 from opendm.infer.observation import Observation
 from opendm.infer.policy import Policy
+from opendm.model.dm05.config import DM05ModelConfig
+from opendm.runtime import Runtime
+from opendm.trainer.interrupt import StopRequest
 
 
 @pytest.fixture(scope="module")
@@ -168,3 +174,109 @@ def test_several_robots_need_a_default(robots, tmp_path):
 def test_a_declared_mode_holds_for_its_dataset_alone(robots, tmp_path):
     parts = config(tmp_path, datasets=robots).parts()
     assert [part.action_mode for part in parts] == [ActionMode.ABSOLUTE, ActionMode.RELATIVE]
+
+
+@pytest.fixture
+def untyped(tmp_path):
+    """A statistics file of no robot type."""
+    entry = NormStats(np.zeros(3), np.ones(3), -np.ones(3), np.ones(3))
+    path = tmp_path / "untyped.json"
+    NormStatsFile({None: {"state": entry, "action": entry}}).save(path)
+    return path
+
+
+def test_two_robots_need_statistics_that_name_a_robot(robots, tiny_checkpoint, untyped, tmp_path):
+    exp = experiment(
+        tiny_checkpoint, tmp_path / "run",
+        data_config__datasets=robots, data_config__norm_stats_file=str(untyped),
+    )  # fmt: skip
+    with pytest.raises(ConfigError, match=r"do not name a robot type.*MIX_LARGE', 'MIX_SMALL"):
+        policy_layout(exp, untyped)
+    [problem] = check_layout(exp)
+    assert problem.is_error
+    assert "norm-stats-file" in problem.reason
+
+
+def test_one_robot_shown_in_two_ways_is_refused_before_a_model_is_read(
+    robots, tiny_checkpoint, tmp_path, monkeypatch, caplog
+):
+    source = CONVERSATION_DATA[robots[0]]
+    other = write_robot_set(tmp_path / "again", num_images=1, state_dim=3, action_dim=3)
+    fields = {**source, "jsonl_dir": str(other), "image_dir": str(other), "image_prompts": ["Top"]}
+    monkeypatch.setitem(CONVERSATION_DATA, "mix_again", fields)
+    monkeypatch.setattr(DM05ModelConfig, "build_model", lambda *_, **__: pytest.fail("built"))
+    exp = experiment(
+        tiny_checkpoint, tmp_path / "run", data_config__datasets=[robots[0], "mix_again"],
+        data_config__action_mode=ActionMode.ABSOLUTE,
+    )  # fmt: skip
+    assert "not the same cameras" in next(check_layout(exp)).reason
+    assert run(exp) == ConfigError.exit_code
+    assert not (tmp_path / "stats").exists()
+
+
+def test_training_says_that_statistics_of_other_data_are_replaced(
+    tiny_checkpoint, tmp_path, monkeypatch, caplog
+):
+    folder = write_robot_set(tmp_path / "set", num_images=1, state_dim=3, action_dim=3)
+    exp = experiment(
+        tiny_checkpoint, tmp_path / "run", data_config__dataset_name=str(folder),
+        data_config__action_mode=ActionMode.ABSOLUTE, trainer_config__num_train_steps=1,
+    )  # fmt: skip
+    path = exp.data_config.compute_norm_stats(4)
+    episode = folder / "episode_0.jsonl"
+    episode.write_text(episode.read_text() + episode.read_text())
+    runtime = Runtime.from_env()
+    monkeypatch.setattr(training, "build_model", lambda *_: pytest.exit("the model is next"))
+    with caplog.at_level("INFO", "opendm"), pytest.raises(pytest.exit.Exception):
+        training.build_trainer(exp, runtime, StopRequest())
+    said = f"statistics {path} are computed again because of another fingerprint"
+    assert said in caplog.text
+    assert f"check: {path} statistics have another fingerprint than this run" in caplog.text
+    assert caplog.text.index("than this run") < caplog.text.index(said)
+
+
+def test_training_refuses_statistics_that_change_while_it_starts(
+    tiny_checkpoint, tmp_path, monkeypatch
+):
+    exp = experiment(tiny_checkpoint, tmp_path / "run")
+    path = exp.data_config.norm_stats_path(4)
+    build = DM05DataConfig.build_dataset
+
+    def build_late(*arguments, **options):
+        path.write_text(path.read_text() + " ")
+        return build(*arguments, **options)
+
+    monkeypatch.setattr(DM05DataConfig, "build_dataset", build_late)
+    with pytest.raises(ConfigError, match="were replaced while this run was starting"):
+        training.build_trainer(exp, Runtime.from_env(), StopRequest())
+
+
+def test_a_mixture_that_holds_one_file_twice_is_refused(tmp_path, monkeypatch):
+    folder = write_robot_set(tmp_path / "d3" / "sub", num_images=1, state_dim=3, action_dim=3)
+    (tmp_path / "link").symlink_to(folder)
+    absolute = {"action_mode": ActionMode.ABSOLUTE}
+    for other in (folder.parent, f"{folder}/.", tmp_path / "link"):
+        mixed = config(tmp_path, datasets=[str(folder), str(other)], **absolute)
+        with pytest.raises(ConfigError, match=r"both hold the file .*episode_0\.jsonl"):
+            mixed.validate()
+    fields = {
+        "jsonl_dir": str(folder), "image_dir": str(folder),
+        "image_keys": ["images_1"], "image_prompts": ["Head"],
+    }  # fmt: skip
+    for name, episodes in (("first", [0]), ("second", [1]), ("both", [0, 1])):
+        monkeypatch.setitem(CONVERSATION_DATA, name, {**fields, "episodes": episodes})
+    config(tmp_path, datasets=["first", "second"], **absolute).validate()
+    with pytest.raises(ConfigError, match="both hold the file"):
+        config(tmp_path, datasets=["first", "both"], **absolute).validate()
+
+
+def test_weights_do_not_change_the_statistics(robots, tmp_path):
+    contents = set()
+    for weight in (1, 99):
+        mixed = config(
+            tmp_path, norm_stats_root=str(tmp_path / str(weight)),
+            datasets=[f"{robots[0]}=1", f"{robots[1]}={weight}"],
+            norm_stats_default_robot_type="MIX_LARGE",
+        )  # fmt: skip
+        contents.add(mixed.compute_norm_stats(4).read_bytes())
+    assert len(contents) == 1

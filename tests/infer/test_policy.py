@@ -9,8 +9,6 @@ from PIL import Image
 from policies import CHUNK, Q01, Q99, make_layout
 from service_kit import STATE
 
-from opendm.constants.robot import desc_value
-from opendm.data.config import DM05DataConfig
 from opendm.data.normalize import NormStats, NormStatsFile
 from opendm.data.processor import load_processor
 from opendm.errors import CheckpointError, DataError
@@ -309,34 +307,3 @@ def test_history_is_taken_where_the_checkpoint_has_it_and_changes_the_actions(po
         policy.act(observation(history_images=past))
     with pytest.raises(DataError, match="3 history images for 2 slots"):
         remembering.act(observation(history_images=[*past, past[0]]))
-
-
-def test_a_training_frame_is_read_alike_by_both_pipelines(checkpoint, tmp_path):
-    """Tokens, pixels and state of the demo's frame, from training without augmentation."""
-    data = DM05DataConfig(norm_stats_root=str(tmp_path))
-    stats = data.compute_norm_stats(CHUNK)
-    info = data._dataset_info()
-    layout = make_layout(
-        image_keys=list(info["image_keys"]), image_prompts=list(info["image_prompts"]),
-        state_desc=[desc_value(part) for part in info["state_desc"]],
-        robot_type=info["robot_type"], speed=info.get("speed"),
-        control_mode=info.get("control_mode"), max_length=512,
-    )  # fmt: skip
-    layout.save(tmp_path)
-    acting = Policy.from_checkpoint(
-        checkpoint, layout_file=tmp_path / "opendm.json", norm_stats_file=stats
-    )
-    transforms = data.build_transforms(acting.processor, CHUNK, 512, augment=False)
-    frame = {}
-
-    def keep(sample):
-        frame.update(sample)
-        return sample
-
-    transforms.transforms.insert(2, keep)  # states as recorded, pictures as decoded
-    trained = data.split_dataset(transforms, "train")[7]
-    pictures = dict(zip(info["image_keys"], frame["images"], strict=True))
-    prepared = acting.prepare(Observation(frame["state"], pictures, frame["prompt"]))
-    for key in ("input_ids", "attention_mask", "token_type_ids", "pixel_values"):
-        assert torch.equal(prepared.inputs[key], trained[key]), key
-    np.testing.assert_array_equal(prepared.state, frame["state"])

@@ -6,8 +6,9 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
-from policies import CHUNK, Q01, Q99
+from policies import CHUNK, Q01, Q99, make_layout
 from service_kit import STATE, picture
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from opendm.errors import ConfigError, DataError
 from opendm.infer.chunk_runner import ActionChunkRunner
@@ -19,7 +20,7 @@ from opendm.infer.cuda_graphs import (
     use_cuda_graphs,
 )
 from opendm.infer.euler import integrate
-from opendm.infer.policy import MODEL_INPUTS, Observation
+from opendm.infer.policy import MODEL_INPUTS, Observation, Policy, PolicyOptions
 from opendm.infer.real_time import act_from, normalised_actions
 
 TICK_S = 0.02
@@ -104,6 +105,20 @@ def test_given_actions_that_do_not_fit_are_refused(served_policy, seen, given):
         act_from(served_policy, seen, given)
 
 
+@pytest.mark.parametrize("given", [np.zeros((0, 4)), np.zeros((2, 4))])
+def test_given_actions_are_refused_where_rotations_are_composed(served_policy, seen, given):
+    """The way to the model subtracts rotation vectors; the way back composes them."""
+    parts = served_policy.model, served_policy.processor
+    options = PolicyOptions(compose_eef_rot=True)
+    composing = Policy(*parts, served_policy.layout, served_policy.norm_stats, options)
+    with pytest.raises(ConfigError, match="compose_eef_rot"):
+        act_from(composing, seen, given)
+    absolute = make_layout(action_mode="absolute")
+    unaffected = Policy(*parts, absolute, served_policy.norm_stats, options)
+    chunk = act_from(unaffected, seen, given, num_steps=1)
+    np.testing.assert_array_equal(chunk[: len(given)], given)
+
+
 # CUDA graphs
 
 
@@ -136,22 +151,74 @@ def test_lengths_of_graphs_must_rise(served_policy):
         use_cuda_graphs(served_policy, 3, [256, 128])
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
-def test_a_captured_loop_gives_the_plain_loops_actions(served_policy, seen):
-    model = served_policy.model.to("cuda")
+class WeightCasts(TorchDispatchMode):
+    """Counts casts of weights."""
+
+    def __init__(self):
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        is_cast = func is torch.ops.aten._to_copy.default
+        self.count += is_cast and isinstance(args[0], torch.nn.Parameter)
+        return func(*args, **(kwargs or {}))
+
+
+def test_what_is_recorded_reads_no_weight_that_was_cast_before(served_policy, seen, monkeypatch):
+    """Autocast frees its cached casts when sampling ends; a graph would read on in freed memory."""
+    counts = []
+
+    def record(work):
+        for _ in range(2):  # to warm up, and to capture
+            with WeightCasts() as casts:
+                result = work()
+            counts.append(casts.count)
+        return result, lambda: None
+
+    monkeypatch.setattr(served_policy.model, "precision_policy", "fp32_mixed")
+    monkeypatch.setattr(
+        served_policy, "sampler", SuffixGraphs(served_policy.model, 3, (256,), record)
+    )
+    served_policy.act(seen, num_steps=3)
+    assert counts[0] == counts[1] > 0
+
+
+RECORDERS = [
+    pytest.param("cpu", run_again, id="cpu"),
+    pytest.param(
+        "cuda",
+        record_cuda_graph,
+        id="cuda",
+        marks=[
+            pytest.mark.gpu,
+            pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
+        ],
+    ),
+]
+
+
+@pytest.mark.parametrize(("device", "record"), RECORDERS)
+@pytest.mark.parametrize(("precision", "tolerance"), [("bf16_mixed", 1e-4), ("fp32_mixed", 2e-2)])
+def test_a_policy_acts_through_graphs_as_it_does_without(
+    served_policy, seen, monkeypatch, device, record, precision, tolerance
+):
+    """Calls of their own, as a service makes them: whatever one leaves behind, the next one finds.
+
+    Padding changes the order of sums, which fp32_mixed rounds to bfloat16.
+    """
+    model = served_policy.model.to(device)
+    monkeypatch.setattr(model, "precision_policy", precision)
     try:
-        sampler = SuffixGraphs(model, 3, (256,), record_cuda_graph)
-        inputs = {key: value.cuda() for key, value in inputs_of(served_policy, seen).items()}
-        mask = served_policy.action_mask([served_policy.prepare(seen)])
-        for seed in (0, 1):
-            noise = served_policy.noise_for([seed])
-            with torch.no_grad():
-                ours = sampler(inputs, noise, mask, 3)
-            own = served_policy._sample_actions(inputs, noise, mask, 3)
-            torch.testing.assert_close(ours, own, rtol=0, atol=1e-4)
+        noises = [served_policy.noise_for([seed]) for seed in range(3)]
+        plain = [served_policy.act(seen, num_steps=3, noise=noise) for noise in noises]
+        sampler = SuffixGraphs(model, 3, (256,), record)
+        monkeypatch.setattr(served_policy, "sampler", sampler)
+        ours = [served_policy.act(seen, num_steps=3, noise=noise) for noise in noises]
     finally:
         model.to("cpu")
+    np.testing.assert_allclose(ours, plain, rtol=0, atol=tolerance)
+    assert np.abs(np.subtract(plain[0], plain[1])).max() > 2 * tolerance
+    assert len(sampler._captured) == 1
 
 
 # The runner
@@ -225,3 +292,51 @@ def test_a_policy_that_fails_leaves_the_robot_its_plan_then_its_last_action():
     drive(runner, 12)
     assert runner.error is None, "it recovers with the policy"
     runner.close()
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        np.zeros((0, 1)),
+        np.zeros((4, 0)),
+        np.zeros(4),
+        np.zeros((1, 4, 1)),
+        np.zeros((4, 2)),
+        np.array([[0.0], [np.nan]]),
+        np.array([[np.inf]]),
+        "no chunk",
+    ],
+)
+def test_a_chunk_that_is_none_is_a_failed_policy_and_never_reaches_the_robot(wrong):
+    """Here the second one, whose first row would be due at once."""
+    calls = []
+
+    def policy(observation, given):
+        calls.append(observation)
+        return wrong if len(calls) == 2 else counting_policy(observation, given)
+
+    runner = ActionChunkRunner(policy, replan_every=4)
+    steps, errors = [], []
+    for tick in range(8):
+        steps.append(runner.tick(tick))
+        wait_until(lambda: runner._order is None)
+        errors.append(runner.error)
+    runner.close()
+    assert [step.action.tolist() for step in steps[1:]] == [[tick] for tick in range(1, 8)]
+    assert errors[3] is None
+    assert isinstance(errors[4], (DataError, ValueError))
+
+
+def test_a_first_chunk_that_is_none_is_no_chunk():
+    runner = ActionChunkRunner(lambda *_: np.full((3, 4), np.nan), replan_every=100)
+    runner.tick(0)
+    wait_until(lambda: runner.error is not None)
+    assert runner.tick(1).action is None
+    runner.close()
+
+
+def wait_until(condition):
+    deadline = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.001)

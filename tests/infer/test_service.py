@@ -46,6 +46,7 @@ from opendm.infer.serve import (
 )
 
 REPOSITORY = Path(__file__).parents[2]
+WAIT_S = 30
 
 
 def observation(seed):
@@ -300,55 +301,92 @@ def test_a_body_is_cut_off_at_the_limit_however_it_is_announced(app):
 
 
 def connect(port, data=b""):
-    connection = socket.create_connection(("127.0.0.1", port), timeout=10)
+    connection = socket.create_connection(("127.0.0.1", port), timeout=WAIT_S)
     connection.sendall(data)
     return connection
 
 
-def test_idle_and_slow_clients_hinder_nobody_and_are_closed(
-    served_policy, start_service, monkeypatch
-):
-    service = start_service(served_policy, max_queue=64)
-    monkeypatch.setattr(service.bodies, "limits", Limits(body_timeout_s=4.0))
-    head = b"POST /v1/infer HTTP/1.1\r\nhost: x\r\ncontent-length: 1000\r\n\r\n"
-    with Running(service, head_timeout_s=4.0) as running, contextlib.ExitStack() as stack:
-        idle = [stack.enter_context(connect(running.port)) for _ in range(64)]
-        slow = [stack.enter_context(connect(running.port, head)) for _ in range(48)]
-        slow_heads = [stack.enter_context(connect(running.port, head[:20])) for _ in range(16)]
+HEAD = b"POST /v1/infer HTTP/1.1\r\nhost: x\r\ncontent-length: 1000\r\n\r\n"
+
+
+@contextlib.contextmanager
+def lazy_clients(port):
+    """(idle, slow with their bodies, slow with their heads): 64, 48 and 16 connections."""
+    with contextlib.ExitStack() as stack:
+        starts = [b""] * 64 + [HEAD] * 48 + [HEAD[:20]] * 16
+        found = [stack.enter_context(connect(port, start)) for start in starts]
         stop = threading.Event()
 
         def trickle():
-            while not stop.wait(0.5):
-                for connection in (*slow, *slow_heads):
+            while not stop.wait(0.1):
+                for connection in found[64:]:
                     with contextlib.suppress(OSError):
                         connection.send(b" ")
 
         thread = threading.Thread(target=trickle)
         thread.start()
-        failures = []
+        try:
+            yield found[:64], found[64:112], found[112:]
+        finally:
+            stop.set()
+            thread.join()
 
-        def ask(seed):
-            try:
-                with PolicyClient(running.url) as client:
-                    images = [picture(2 * seed), picture(2 * seed + 1)]
-                    actions = client.infer(images, STATE, "Reach", seed=seed)
-                np.testing.assert_allclose(actions, wanted[seed], rtol=0, atol=1e-5)
-            except Exception as error:
-                failures.append(error)
 
-        wanted = {seed: expected(served_policy, seed) for seed in range(4)}
+def is_open(connection):
+    connection.setblocking(False)
+    try:
+        return connection.recv(1) != b""
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
+    finally:
+        connection.settimeout(WAIT_S)
+
+
+def test_idle_and_slow_clients_hinder_nobody(served_policy, start_service, monkeypatch):
+    service = start_service(served_policy, max_queue=64)
+    monkeypatch.setattr(service.bodies, "limits", Limits(body_timeout_s=600.0))
+    wanted = {seed: expected(served_policy, seed) for seed in range(4)}
+    failures = []
+
+    def ask(seed):
+        try:
+            with PolicyClient(running.url) as client:
+                images = [picture(2 * seed), picture(2 * seed + 1)]
+                actions = client.infer(images, STATE, "Reach", seed=seed)
+            np.testing.assert_allclose(actions, wanted[seed], rtol=0, atol=1e-5)
+        except Exception as error:
+            failures.append(error)
+
+    with Running(service, head_timeout_s=600) as running, lazy_clients(running.port) as lazy:
         askers = [threading.Thread(target=ask, args=(i % 4,)) for i in range(32)]
         for asker in askers:
             asker.start()
         for asker in askers:
             asker.join()
         assert failures == []
-        replies = [connection.recv(1000) for connection in (*idle, *slow, *slow_heads)]
-        stop.set()
-        thread.join()
-    assert replies[:64] == [b""] * 64
-    assert all(reply.startswith(b"HTTP/1.1 408") for reply in replies[64:112])
-    assert replies[112:] == [b""] * 16
+        assert all(is_open(connection) for kind in lazy for connection in kind), "all were there"
+
+
+def test_idle_and_slow_clients_are_closed(served_policy, start_service, monkeypatch):
+    """Their bytes, which come without end, win them no time."""
+    service = start_service(served_policy)
+    monkeypatch.setattr(service.bodies, "limits", Limits(body_timeout_s=1.0))
+    with Running(service, head_timeout_s=1.0) as running, lazy_clients(running.port) as lazy:
+        idle, slow, slow_heads = ([read_end(one) for one in kind] for kind in lazy)
+    assert idle == [b""] * 64
+    assert all(reply.startswith(b"HTTP/1.1 408") for reply in slow)
+    assert slow_heads == [b""] * 16
+    assert service.bodies.buffered_bytes == 0
+
+
+def read_end(connection):
+    """What comes before the other side closes; a reset, as writing to it brings, is an end too."""
+    try:
+        return connection.recv(1000)
+    except ConnectionResetError:
+        return b""
 
 
 def test_no_reply_waits_for_an_acknowledgement(service):

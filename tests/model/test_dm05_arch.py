@@ -92,6 +92,14 @@ def test_loss_is_the_mean_over_samples(model, batch, draw):
     assert output.loss.item() == pytest.approx(output.per_sample_loss.mean().item(), rel=1e-6)
 
 
+def test_pixels_may_be_bytes(model, batch, draw):
+    rng = torch.Generator().manual_seed(0)
+    pixels = torch.randint(0, 256, (4, 3, 112, 112), dtype=torch.uint8, generator=rng)
+    loss = model(**{**batch, "pixel_values": pixels}, **draw).loss
+    scaled = (pixels.float() - 127.5) / 127.5
+    assert torch.equal(loss, model(**{**batch, "pixel_values": scaled}, **draw).loss)
+
+
 def test_training_and_sampling_velocities_are_bit_equal(model, prompt, batch, draw, monkeypatch):
     """Over a prefix longer than the sliding window; both modes keep every key."""
     assert prompt["input_ids"].shape[1] > model.config.vlm_config.text_config.sliding_window

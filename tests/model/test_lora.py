@@ -9,13 +9,15 @@ import pytest
 import torch
 from accelerate import init_empty_weights
 from peft import PeftModel
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from test_dm05_arch import released_config
 
 from opendm.cli import main
 from opendm.errors import CheckpointError, ConfigError
-from opendm.model.dm05 import lora
+from opendm.model.dm05 import checkpoint_files, lora
 from opendm.model.dm05.adapter_folder import find_base, is_adapter, weights_hash
+from opendm.model.dm05.checkpoint_files import released_name
 from opendm.model.dm05.dm05_arch import DM05ForConditionalGeneration
 from opendm.model.dm05.dm05_lora import (
     DM05LoraConfig,
@@ -90,11 +92,12 @@ def loss(model, batch):
         return model(**batch)["loss"]
 
 
-def test_the_released_size_has_the_published_number_of_elements(caplog):
+def test_the_released_size_has_the_published_number_of_elements(caplog, tmp_path):
     caplog.set_level(logging.INFO)
     with init_empty_weights(include_buffers=False):
         model = DM05ForConditionalGeneration(released_config(use_lm_head=True))
-    apply_lora_to_dm05_model(model, DM05LoraConfig(), "DM05", base_sha256="")
+    (tmp_path / "config.json").touch()
+    apply_lora_to_dm05_model(model, DM05LoraConfig(), tmp_path, base_sha256="")
     assert lora.element_counts(model) == (324_281_376, 1_523_712)
     trainable = sum(p.numel() for p in model.parameters() if p.requires_grad)
     assert trainable == 324_281_376 - 1_523_712
@@ -193,6 +196,56 @@ def test_the_merged_checkpoint_has_the_dtype_of_the_base(trained, tmp_path, batc
     assert torch.equal(tensors[f"{name}.weight"], exact.float().bfloat16())
 
 
+def test_a_merge_in_bfloat16_errs_as_bfloat16_itself_does(tmp_path, batch):
+    """The sum is rounded once more, by at most what rounding the base had cost already."""
+    half = tmp_path / "half"
+    plain().save_pretrained(half, dtype=torch.bfloat16)
+    model = adapted(half)
+    generator = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for name in sorted(model.adapter.names):
+            if "lora_B" in name:
+                parameter = model.get_parameter(name)
+                parameter.add_(0.05 * torch.randn(parameter.shape, generator=generator))
+    model.save_pretrained(tmp_path / "adapter")
+    merge_adapter(tmp_path / "adapter", tmp_path / "merged")
+    exact = load_dm05_model_for_inference(tmp_path / "adapter", dtype=torch.float32).state_dict()
+    merged = load_file(tmp_path / "merged" / "model.safetensors")
+    for name, tensor in exact.items():
+        error = (merged[released_name(name)].double() - tensor.double()).abs()
+        assert (error <= 2**-8 * tensor.double().abs()).all(), name
+    inputs = {k: v for k, v in batch.items() if k not in ("action", "sample_seed")}
+    noise = torch.randn(2, 4, 32, generator=torch.Generator().manual_seed(0))
+
+    def actions(folder, dtype):
+        loaded = load_dm05_model_for_inference(folder, dtype=dtype)
+        return loaded.inference_action(**inputs, noise=noise.to(dtype)).float()
+
+    wide, narrow = torch.float32, torch.bfloat16
+    effect, rounding, of_base = (
+        (a - b).square().mean().sqrt()
+        for a, b in (
+            (actions(tmp_path / "adapter", wide), actions(half, wide)),
+            (actions(tmp_path / "merged", narrow), actions(tmp_path / "adapter", wide)),
+            (actions(half, narrow), actions(half, wide)),
+        )
+    )
+    print(f"effect {effect:.1e}, merged {rounding:.1e}, base {of_base:.1e}")
+    assert rounding < 2 * of_base
+    assert effect > of_base
+
+
+def test_a_merge_on_a_full_disk_leaves_nothing(adapter, tmp_path, monkeypatch, capsys):
+    def full(*_args, **_kwargs):
+        raise SafetensorError("I/O error: No space left on device (os error 28)")
+
+    monkeypatch.setattr(checkpoint_files, "save_file", full)
+    words = ["merge", "--adapter", str(adapter), "--output", str(tmp_path / "merged")]
+    assert main(words) == 2
+    assert "No space left" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
 def test_a_second_merge_is_refused(adapter, tmp_path, capsys):
     merge_adapter(adapter, tmp_path / "merged")
     for words, expected in (
@@ -245,6 +298,12 @@ def test_the_hash_of_a_base_is_that_of_its_file(base):
 # What does not fit
 
 
+def forget_hashes(folder):
+    """As an adapter of another program, whose files nothing proves."""
+    for name in ("base_model.json", "config.json"):
+        (folder / name).unlink()
+
+
 @pytest.mark.parametrize(
     "key",
     [
@@ -259,6 +318,7 @@ def test_a_tensor_that_the_file_lacks_is_named(key, adapter, base, tmp_path):
     tensors = load_file(folder / "adapter_model.safetensors")
     del tensors[key]
     save_file(tensors, folder / "adapter_model.safetensors")
+    forget_hashes(folder)
     with pytest.raises(CheckpointError, match=f"missing {key}"):
         load_dm05_model_for_inference(folder)
     with pytest.raises(CheckpointError, match=f"missing {key}"):
@@ -329,6 +389,15 @@ def test_the_summary_counts_and_names_what_trains(base, tmp_path):
     assert summary["frozen_total"] == frozen
     assert summary["unexpected_trainable_parameters"] == []
     assert [path.name for path in (tmp_path / "deep").iterdir()] == ["summary.json"]
+
+
+def test_a_summary_that_cannot_be_written_is_a_wrong_flag_and_leaves_nothing(base, tmp_path):
+    (tmp_path / "file").touch()
+    (tmp_path / "folder").mkdir()
+    for path in (tmp_path / "folder", tmp_path / "file" / "summary.json"):
+        with pytest.raises(ConfigError, match=r"--model-config\.lora-config\.dump-trainable-path"):
+            lora.write_summary(adapted(base), SMALL, path)
+    assert {path.name for path in tmp_path.iterdir()} == {"file", "folder"}
 
 
 def test_inference_overrides_what_the_configuration_has_and_names_what_it_lacks(adapter, caplog):

@@ -67,7 +67,8 @@ def _decode(file: "Path | io.BytesIO", name: str) -> Image.Image:
                     f"image file {name} has {image.width} x {image.height} pixels; at most "
                     f"{MAX_PIXELS} are read, so make it smaller"
                 )
-            return image.convert("RGB")
+            image.load()
+            return image if image.mode == "RGB" else image.convert("RGB")
     except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
         raise DataError(f"image file {name} cannot be decoded: {error}") from error
 

@@ -116,6 +116,8 @@ class ChatTokenization:
         is_history: whether the prompt has history slots.
         max_history_images: their number.
         enable_logging: log the text of every prompt.
+        as_bytes: leave pixels uint8 where the processor would only scale them to [-1, 1]; the
+            model does, and a batch is a quarter as large on its way.
     """
 
     def __init__(  # noqa: PLR0917 - public signature
@@ -128,6 +130,8 @@ class ChatTokenization:
         is_history: bool = False,  # noqa: FBT001, FBT002 - public signature
         max_history_images: int = 32,
         enable_logging: bool = False,  # noqa: FBT001, FBT002 - public signature
+        *,
+        as_bytes: bool = False,
     ) -> None:
         if n_bins < 2:
             raise ConfigError(f"--data-config.n-bins {n_bins} is too small; give 2 or more")
@@ -139,6 +143,7 @@ class ChatTokenization:
         self.is_history = is_history
         self.max_history_images = max_history_images
         self.enable_logging = enable_logging
+        self.as_bytes = as_bytes
 
     def __call__(self, sample: Sample) -> Sample:
         """The inputs; ``history_*`` are None without history, ``action*`` where not given."""
@@ -157,7 +162,9 @@ class ChatTokenization:
             "token_type_ids": token_types,
             "pixel_values": inputs.get("pixel_values"),
             "history_pixel_values": (
-                encode_pictures(self.processor.image_processor, history) if history else None
+                encode_pictures(self.processor.image_processor, history, as_bytes=self.as_bytes)
+                if history
+                else None
             ),
             "history_mask": is_history_token if self.is_history else None,
         }
@@ -212,7 +219,7 @@ class ChatTokenization:
         if self.enable_logging:
             texts = [item.get("text", "<image>") for item in messages[0]["content"]]
             logger.info("prompt: %r", "".join(texts))
-        return encode_messages(self.processor, messages, fields["images"])
+        return encode_messages(self.processor, messages, fields["images"], as_bytes=self.as_bytes)
 
     def _encode_within_limit(self, fields: dict[str, Any]) -> Mapping[str, torch.Tensor]:
         """Encode, shortening the task as long as the prompt is too long.
@@ -230,7 +237,8 @@ class ChatTokenization:
             if len(task_ids) <= 1:
                 raise DataError(
                     f"the prompt has {length} tokens without its task, the limit is "
-                    f"{self.max_length}; raise --model-config.model-max-length or use fewer images"
+                    f"{self.max_length}; raise --trainer-config.model-max-length, or use fewer "
+                    "images"
                 )
             keep = max(1, len(task_ids) - (length - self.max_length) - SPARE_TOKENS)
             task_ids = task_ids[:keep]

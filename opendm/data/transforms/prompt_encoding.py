@@ -8,14 +8,16 @@ afterwards; and nothing is counted twice. What is not recognised goes through th
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, UInt8
 from PIL import Image
 from torch import Tensor
+
+from opendm.pixels import HALF
 
 if TYPE_CHECKING:
     from transformers import Gemma3Processor
@@ -24,9 +26,6 @@ logger = logging.getLogger(__name__)
 
 Inputs = Mapping[str, torch.Tensor]
 Messages = list[dict[str, Any]]
-
-HALF: Final = 127.5
-"""Mean and deviation of 0.5, in steps of a byte."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +48,9 @@ _tokens_of: "WeakKeyDictionary[Any, ImageTokens | None]" = WeakKeyDictionary()
 """Of processors that have encoded a prompt in this process; None for those that encode them all."""
 
 
-def encode_messages(processor: Any, messages: Messages, images: Sequence[Image.Image]) -> Inputs:
+def encode_messages(
+    processor: Any, messages: Messages, images: Sequence[Image.Image], *, as_bytes: bool = False
+) -> Inputs:
     """``processor.apply_chat_template`` with a generation prompt, as tensors of one row.
 
     The first prompt of a process is encoded by the processor too; where the results differ, there
@@ -59,16 +60,25 @@ def encode_messages(processor: Any, messages: Messages, images: Sequence[Image.I
         processor: of the checkpoint.
         messages: one conversation.
         images: its pictures, in their order.
+        as_bytes: leave the pixels as they are, uint8, where all that the processor would do is
+            to scale them; the model then does it.
     """
     if not images or not _is_plain(processor, images):
         return _encode_slowly(processor, messages)
+    make_pixels = stack_pixels if as_bytes else scale_pixels
     if processor in _tokens_of:
         tokens = _tokens_of[processor]
-        found = None if tokens is None else _encode_fast(processor, messages, images, tokens)
-        return _encode_slowly(processor, messages) if found is None else found
-    expected = _encode_slowly(processor, messages)
+        if tokens is None:
+            return _encode_slowly(processor, messages)
+        found = _encode_fast(processor, messages, tokens, len(images))
+        if found is None:
+            found = dict(_encode_slowly(processor, messages))
+        return {**found, "pixel_values": make_pixels(images)}
+    expected = dict(_encode_slowly(processor, messages))
     tokens = image_tokens(processor)
-    found = None if tokens is None else _encode_fast(processor, messages, images, tokens)
+    found = None if tokens is None else _encode_fast(processor, messages, tokens, len(images))
+    if found is not None:
+        found = {**found, "pixel_values": scale_pixels(images)}
     if found is not None and not _is_equal(found, expected):
         logger.warning(
             "the processor encodes a prompt otherwise than is usual for Gemma 3; it will encode "
@@ -76,15 +86,17 @@ def encode_messages(processor: Any, messages: Messages, images: Sequence[Image.I
         )
         tokens = None
     _tokens_of[processor] = tokens
+    if tokens is not None:
+        expected["pixel_values"] = make_pixels(images)
     return expected
 
 
 def encode_pictures(
-    image_processor: Any, images: Sequence[Image.Image]
-) -> Float[Tensor, "images 3 height width"]:
-    """The pixels as the image processor gives them, in [-1, 1]."""
+    image_processor: Any, images: Sequence[Image.Image], *, as_bytes: bool = False
+) -> Float[Tensor, "images 3 height width"] | UInt8[Tensor, "images 3 height width"]:
+    """The pixels as the image processor gives them, in [-1, 1], or uint8 to be scaled to it."""
     if _only_scales(image_processor, images):
-        return scale_pixels(images)
+        return stack_pixels(images) if as_bytes else scale_pixels(images)
     return image_processor(list(images), return_tensors="pt")["pixel_values"]
 
 
@@ -100,6 +112,16 @@ def scale_pixels(images: Sequence[Image.Image]) -> Float[Tensor, "images 3 heigh
     return pixels
 
 
+def stack_pixels(images: Sequence[Image.Image]) -> UInt8[Tensor, "images 3 height width"]:
+    """Pixels of RGB pictures of one size."""
+    width, height = images[0].size
+    pixels = torch.empty((len(images), 3, height, width), dtype=torch.uint8)
+    for planes, image in zip(pixels.numpy(), images, strict=True):
+        for channel, band in enumerate(image.split()):
+            planes[channel] = np.asarray(band)
+    return pixels
+
+
 def _encode_slowly(processor: Any, messages: Messages) -> Inputs:
     return processor.apply_chat_template(
         messages,
@@ -111,15 +133,12 @@ def _encode_slowly(processor: Any, messages: Messages) -> Inputs:
 
 
 def _encode_fast(
-    processor: "Gemma3Processor",
-    messages: Messages,
-    images: Sequence[Image.Image],
-    tokens: ImageTokens,
+    processor: "Gemma3Processor", messages: Messages, tokens: ImageTokens, num_images: int
 ) -> Inputs | None:
-    """The inputs, or None where the text holds a picture's tokens that belong to no picture."""
+    """The tokens, or None where the text holds a picture's tokens that belong to no picture."""
     tokenizer = processor.tokenizer
     text = processor.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-    if text.count(tokens.placeholder) != len(images) or any(t in text for t in tokens.reserved):
+    if text.count(tokens.placeholder) != num_images or any(t in text for t in tokens.reserved):
         return None
     has_bos = tokenizer.bos_token is not None and text.startswith(tokenizer.bos_token)
     short = text.replace(tokens.placeholder, tokens.short)
@@ -129,7 +148,6 @@ def _encode_fast(
         "input_ids": ids,
         "attention_mask": torch.ones_like(ids),
         "token_type_ids": (ids == tokens.image_id).long(),
-        "pixel_values": scale_pixels(images),
     }
 
 

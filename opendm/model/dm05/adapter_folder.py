@@ -1,12 +1,13 @@
 """The folder of an adapter: PEFT's files beside a note of which base it belongs to.
 
-A path alone does not say which weights an adapter was trained on: the note holds their SHA-256.
+A path alone does not say which weights an adapter was trained on: the note holds their SHA-256, and
+that of the adapter's own files, which are compared wherever these are read.
 """
 
 import hashlib
 import json
 import logging
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, replace
 from os import PathLike
 from pathlib import Path
 from typing import Any, Final
@@ -20,15 +21,19 @@ ADAPTER_WEIGHTS: Final = "adapter_model.safetensors"
 BASE_FILE: Final = "base_model.json"
 BASE_KEY: Final = "base_model_name_or_path"
 MOVED: Final = (
-    "if it was moved, say where it is: --model-config.lora-config.base-model in training, --base "
-    "for `opendm merge`, base= in Python"
+    "if it was moved, say where it is: --model-config.lora-config.base-model in training and "
+    "serving, --base for `opendm merge`, base= in Python"
 )
-UNUSUAL: Final = {
-    "use_dora": False, "use_rslora": False, "fan_in_fan_out": False, "rank_pattern": {},
-    "alpha_pattern": {}, "target_parameters": None, "exclude_modules": None,
-    "layers_to_transform": None, "trainable_token_indices": None, "lora_bias": False,
-}  # fmt: skip
-"""Options of PEFT that change what an adapter means, and what they are where they do not."""
+MODEL_CONFIG: Final = "config.json"
+BIASES: Final = ("none", "all", "lora_only")
+KNOWN: Final = frozenset({
+    "peft_type", "peft_version", "task_type", "auto_mapping", "revision", "inference_mode",
+    BASE_KEY, "r", "lora_alpha", "lora_dropout", "bias", "target_modules", "modules_to_save",
+    "init_lora_weights", "megatron_core", "qalora_group_size", "layers_pattern", "loftq_config",
+})  # fmt: skip
+"""Options of PEFT that are read here, or mean nothing alone; every other one must be off."""
+PLAIN_STARTS: Final = (True, False, None, "gaussian", "orthogonal")
+"""First values of factors that leave the base as it is; pissa, olora and others change it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +44,10 @@ class BaseRecord:
     """Where they were."""
     sha256: str
     """Of their safetensors files, in order of their names; what ``sha256sum`` says of one file."""
+    config_sha256: str
+    """Of their ``config.json``."""
+    files: dict[str, str] = field(default_factory=dict)
+    """SHA-256 of the adapter's own files, once written; see :func:`own_hashes`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,59 +72,150 @@ def read_adapter_config(folder: Path) -> dict[str, Any]:
     """``adapter_config.json``.
 
     Raises:
-        CheckpointError: it cannot be read, or is of a kind that OpenDM does not make.
+        CheckpointError: it cannot be read, is of a kind that OpenDM does not make, or was altered,
+            as ``config.json`` beside it.
     """
     path = folder / ADAPTER_CONFIG
     try:
-        config: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        config = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{path} cannot be read: {error}; is the copy complete?") from error
-    if config.get("peft_type") != "LORA":
-        raise CheckpointError(
-            f"{path} has peft_type {config.get('peft_type')!r}; OpenDM loads 'LORA'"
-        )
-    for key, usual in UNUSUAL.items():
-        if config.get(key) and config[key] != usual:
-            raise CheckpointError(f"{path}: {key} is {config[key]!r}, which OpenDM cannot load")
-    for key in ("r", "lora_alpha", "target_modules"):
-        if not config.get(key):
-            raise CheckpointError(f"{path}: key {key!r} is missing or empty")
-    if not isinstance(config["target_modules"], list):
-        raise CheckpointError(f"{path}: target_modules must be a list of names")
+    if not isinstance(config, dict) or config.get("peft_type") != "LORA":
+        raise CheckpointError(f"{path} has no peft_type 'LORA', which is what OpenDM loads")
+    _check_values(config, path)
+    check_own_file(folder, ADAPTER_CONFIG, _content_hash(config))
+    check_own_file(folder, MODEL_CONFIG, _hash_if_there(folder / MODEL_CONFIG))
     return config
 
 
+def _check_values(config: dict[str, Any], path: Path) -> None:
+    names, saved = config.get("target_modules"), config.get("modules_to_save") or []
+    rank, alpha = config.get("r"), config.get("lora_alpha")
+    for key, is_right, allowed in (
+        ("r", type(rank) is int and rank >= 1, "a whole number from 1"),
+        ("lora_alpha", type(alpha) in (int, float) and alpha > 0, "a number above 0"),
+        ("bias", config.get("bias", "none") in BIASES, ", ".join(BIASES)),
+        ("target_modules", bool(names) and _are_names(names), "a list of names"),
+        ("modules_to_save", _are_names(saved), "null or a list of names"),
+        ("init_lora_weights", config.get("init_lora_weights") in PLAIN_STARTS,
+         "true, false, gaussian, orthogonal"),
+    ):  # fmt: skip
+        if not is_right:
+            raise CheckpointError(f"{path}: {key} is {config.get(key)!r}; OpenDM loads {allowed}")
+    for key in sorted(config.keys() - KNOWN):
+        if config[key]:
+            raise CheckpointError(f"{path}: {key} is {config[key]!r}, which OpenDM cannot load")
+
+
+def _are_names(value: object) -> bool:
+    return isinstance(value, list) and all(isinstance(name, str) for name in value)
+
+
 def write_adapter_config(folder: Path, adapter: Adapter) -> None:
-    """Write ``adapter_config.json`` and the note of the base."""
-    for name, content in ((ADAPTER_CONFIG, adapter.config), (BASE_FILE, asdict(adapter.base))):
-        text = json.dumps(content, indent=2, sort_keys=True) + "\n"
-        (folder / name).write_text(text, encoding="utf-8")
+    """Write ``adapter_config.json``."""
+    _write_json(folder / ADAPTER_CONFIG, adapter.config)
+
+
+def write_base_record(folder: Path, adapter: Adapter) -> None:
+    """Write the note of the base, last: it has the hashes of the adapter's files."""
+    _write_json(
+        folder / BASE_FILE, asdict(replace(adapter.base, files=own_hashes(folder, adapter)))
+    )
+
+
+def _write_json(path: Path, content: dict[str, Any]) -> None:
+    path.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+
+
+def own_hashes(folder: Path, adapter: Adapter) -> dict[str, str]:
+    """SHA-256 of the files that say what an adapter computes.
+
+    Of ``adapter_config.json`` it is the content's, without the base's path: that may be corrected.
+    """
+    return {
+        ADAPTER_CONFIG: _content_hash(adapter.config),
+        ADAPTER_WEIGHTS: file_hash(folder / ADAPTER_WEIGHTS),
+        MODEL_CONFIG: file_hash(folder / MODEL_CONFIG),
+    }
+
+
+def check_own_file(adapter: Path, name: str, sha256: str | None) -> None:
+    """Check one of an adapter's files against the note; without a note there is nothing to check.
+
+    Args:
+        adapter: folder of the adapter.
+        name: of the file.
+        sha256: what it is now; None where the file is missing.
+
+    Raises:
+        CheckpointError: it is another than was written.
+    """
+    record = read_base_record(adapter)
+    if record is not None and record.files.get(name) != sha256:
+        raise CheckpointError(
+            f"{adapter / name} is not as it was written (its SHA-256 is not the one in "
+            f"{BASE_FILE}): it was altered, exchanged or copied in part; copy the adapter again"
+        )
+
+
+def _content_hash(config: dict[str, Any]) -> str:
+    content = {key: value for key, value in config.items() if key != BASE_KEY}
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+def _hash_if_there(path: Path) -> str | None:
+    return file_hash(path) if path.is_file() else None
+
+
+def file_hash(*paths: Path) -> str:
+    """SHA-256 over files, one after the other.
+
+    Raises:
+        CheckpointError: one cannot be read.
+    """
+    digest = hashlib.sha256()
+    for path in paths:
+        try:
+            with path.open("rb") as file:
+                while block := file.read(1 << 24):
+                    digest.update(block)
+        except OSError as error:
+            raise CheckpointError(
+                f"{path} cannot be read: {error}; is the copy complete?"
+            ) from error
+    return digest.hexdigest()
 
 
 def weights_hash(folder: "str | PathLike[str]") -> str:
     """SHA-256 over the safetensors files of a checkpoint, in order of their names."""
     from opendm.model.dm05.checkpoint_files import weight_files
 
-    digest = hashlib.sha256()
-    for path in sorted(weight_files(Path(folder))):
-        with path.open("rb") as file:
-            while block := file.read(1 << 24):
-                digest.update(block)
-    return digest.hexdigest()
+    return file_hash(*sorted(weight_files(Path(folder))))
 
 
 def read_base_record(adapter: Path) -> BaseRecord | None:
     """The note of the base; None where there is none, as in adapters of other programs.
 
     Raises:
-        CheckpointError: it cannot be read.
+        CheckpointError: it cannot be read, or OpenDM wrote one and it is gone.
     """
     path = adapter / BASE_FILE
     if not path.is_file():
-        return None
+        if not (adapter / MODEL_CONFIG).is_file():
+            return None
+        raise CheckpointError(
+            f"{adapter} has a {MODEL_CONFIG}, as OpenDM's adapters, and no {BASE_FILE}: is the "
+            f"copy complete? An adapter of another program is read without either; move its "
+            f"{MODEL_CONFIG} away"
+        )
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-        return BaseRecord(str(content["path"]), str(content["sha256"]))
+        return BaseRecord(
+            str(content["path"]),
+            str(content["sha256"]),
+            str(content["config_sha256"]),
+            dict(content["files"]),
+        )
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise CheckpointError(f"{path} cannot be read: {error!r}; is the copy complete?") from error
 
@@ -146,7 +246,7 @@ def find_base(adapter: Path, moved_to: "str | PathLike[str] | None" = None) -> P
 
 
 def check_base(adapter: Path, base: Path, sha256: str | None = None) -> None:
-    """Check that ``base`` holds the very weights that the adapter was trained on.
+    """Check that ``base`` holds the very weights and configuration that the adapter was trained on.
 
     Args:
         adapter: folder of the adapter.
@@ -159,9 +259,15 @@ def check_base(adapter: Path, base: Path, sha256: str | None = None) -> None:
     record = read_base_record(adapter)
     if record is None:
         logger.warning(
-            "%s has no %s: whether %s is its base cannot be checked", adapter, BASE_FILE, base
-        )
+            "%s has no %s: whether %s is its base, and whether it was altered, cannot be checked",
+            adapter, BASE_FILE, base,
+        )  # fmt: skip
         return
+    if file_hash(base / MODEL_CONFIG) != record.config_sha256:
+        raise CheckpointError(
+            f"{base} is not the base of the adapter {adapter}: its {MODEL_CONFIG} was altered "
+            f"since training; bring the right base back, and {MOVED}"
+        )
     found = sha256 or weights_hash(base)
     if found != record.sha256:
         raise CheckpointError(

@@ -61,11 +61,11 @@ def weight_files(folder: Path) -> list[Path]:
     if (folder / INDEX).is_file():
         try:
             shards = json.loads((folder / INDEX).read_text())["weight_map"].values()
-        except (json.JSONDecodeError, KeyError) as error:
+            files = [folder / name for name in sorted(set(shards))]
+        except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
             raise CheckpointError(
                 f"{folder / INDEX} has no readable weight_map: {error}"
             ) from error
-        files = [folder / name for name in sorted(set(shards))]
     else:
         files = [folder / WEIGHTS]
     missing = [str(file) for file in files if not file.is_file()]
@@ -98,9 +98,11 @@ def load_config(folder: "str | PathLike[str]") -> DM05Config:
     if not path.is_file():
         raise CheckpointError(f"{path} does not exist; a checkpoint folder needs a config.json")
     try:
-        values: dict[str, Any] = json.loads(path.read_text())
-    except json.JSONDecodeError as error:
+        values: Any = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
         raise CheckpointError(f"{path} is not JSON: {error}") from error
+    if not isinstance(values, dict):
+        raise CheckpointError(f"{path} holds a {type(values).__name__}, not an object")
     if values.get("model_type") != DM05Config.model_type:
         raise CheckpointError(
             f"{path} has model_type {values.get('model_type')!r}; OpenDM loads 'dm05'"

@@ -122,12 +122,21 @@ class DM05ModelConfig:
 
         Raises:
             CheckpointError: it is another.
+            ConfigError: a base is named where no adapter is there to prove it.
         """
         base = self.base_folder(use_lora=True)
+        given = [Path(self.model_name_or_path or ""), *([resume_from] if resume_from else [])]
+        adapters = [folder for folder in given if is_adapter(folder)]
+        if self.lora_config.base_model and not adapters:
+            raise ConfigError(
+                f"--model-config.lora-config.base-model {self.lora_config.base_model} says where "
+                "the base of an adapter is now, and this run starts a new adapter on "
+                f"--model-config.model-name-or-path {self.model_name_or_path}; leave it out, and "
+                "name the checkpoint to start from in --model-config.model-name-or-path"
+            )
         sha256 = weights_hash(base)
-        for adapter in (Path(self.model_name_or_path or ""), resume_from):
-            if adapter is not None and is_adapter(adapter):
-                check_base(adapter, base, sha256)
+        for adapter in adapters:
+            check_base(adapter, base, sha256)
         return sha256
 
     def build_model(
@@ -146,7 +155,10 @@ class DM05ModelConfig:
             read_from: folder of the weights, where it is not ``model_name_or_path``.
             on_meta: read no weights; they stay on the meta device, for another rank's to come.
             lora_seed: of an adapter's first values.
-            base_sha256: hash of an adapter's base, where it is known already.
+            base_sha256: hash of an adapter's base, where it is known and checked already.
+
+        Raises:
+            CheckpointError: a folder cannot be read, or the base is not the adapter's.
         """
         import torch
 
@@ -155,6 +167,8 @@ class DM05ModelConfig:
         from opendm.model.dm05.liger import use_liger_kernels
         from opendm.model.dm05.precision import configure_fp32_precision_runtime
 
+        if use_lora and base_sha256 is None:
+            base_sha256 = self.checked_base_hash(read_from)
         base = self.base_folder(use_lora=use_lora)
         config = checkpoint_files.load_config(base)
         config.chunk_size = self.chunk_size

@@ -113,7 +113,8 @@ class DM05ForConditionalGeneration(DMPreTrainedModel, GenerationMixin):
             input_ids: prefix tokens, padded on the right.
             attention_mask: 1 where a token exists.
             past_key_values: accepted and ignored.
-            pixel_values: all views of the batch in order, ``[V, 3, height, width]``.
+            pixel_values: all views of the batch in order, ``[V, 3, height, width]``, in [-1, 1]
+                or uint8.
             token_type_ids: 1 on image tokens.
             cache_position: accepted and ignored.
             action: normalised actions ``[B, T, A]``.

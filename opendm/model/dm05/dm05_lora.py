@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from opendm.errors import ConfigError
+from opendm.model.dm05.adapter_folder import BIASES
 
 if TYPE_CHECKING:
     from os import PathLike
@@ -11,8 +12,6 @@ if TYPE_CHECKING:
     from torch import nn
 
     from opendm.model.dm05.dm05_arch import DM05ForConditionalGeneration
-
-BIASES = ("none", "all", "lora_only")
 
 
 @dataclass

@@ -3,6 +3,7 @@
 The layers go into the model itself, so that it keeps its class, its methods and its FSDP units.
 """
 
+import contextlib
 import json
 import logging
 import os
@@ -14,11 +15,13 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 from torch import nn
 
-from opendm.errors import CheckpointError
+from opendm.errors import CheckpointError, ConfigError
 from opendm.model.dm05.adapter_folder import (
     BASE_KEY,
+    MODEL_CONFIG,
     Adapter,
     BaseRecord,
+    file_hash,
     read_adapter_config,
     weights_hash,
 )
@@ -61,7 +64,7 @@ def add_adapter(
 
     Raises:
         ConfigError: a target fits no module.
-        CheckpointError: the model carries an adapter already.
+        CheckpointError: the model carries an adapter already, or the base cannot be read.
     """
     from peft import LoraConfig, inject_adapter_in_model
 
@@ -94,7 +97,11 @@ def add_adapter(
     idle = _freeze_unread(model, unread, trainable)
     model.adapter = Adapter(
         config=config,
-        base=BaseRecord(path, weights_hash(base) if base_sha256 is None else base_sha256),
+        base=BaseRecord(
+            path,
+            weights_hash(base) if base_sha256 is None else base_sha256,
+            file_hash(Path(base) / MODEL_CONFIG),
+        ),
         names=frozenset(trainable),
         unread=frozenset(idle),
     )
@@ -158,12 +165,24 @@ def element_counts(model: DM05ForConditionalGeneration) -> tuple[int, int]:
 def write_summary(
     model: DM05ForConditionalGeneration, lora_config: "DM05LoraConfig", path: Path
 ) -> None:
-    """Write which parameters train, as JSON; one process does, and readers see it whole."""
+    """Write which parameters train, as JSON; one process does, and readers see it whole.
+
+    Raises:
+        ConfigError: it cannot be written there.
+    """
     text = json.dumps(summary(model, lora_config), indent=2) + "\n"
-    path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}.partial")
-    partial.write_text(text, encoding="utf-8")
-    os.replace(partial, path)  # noqa: PTH105 - Path.replace hides that it is atomic
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        partial.write_text(text, encoding="utf-8")
+        os.replace(partial, path)  # noqa: PTH105 - Path.replace hides that it is atomic
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            partial.unlink()
+        raise ConfigError(
+            f"the summary {path} cannot be written: {error}; name another place in "
+            "--model-config.lora-config.dump-trainable-path, or another --trainer-config.output-dir"
+        ) from error
 
 
 def summary(model: DM05ForConditionalGeneration, lora_config: "DM05LoraConfig") -> dict[str, Any]:

@@ -19,8 +19,11 @@ from opendm.errors import CheckpointError
 from opendm.model.dm05.adapter_folder import (
     ADAPTER_WEIGHTS,
     Adapter,
+    check_own_file,
+    file_hash,
     read_adapter_config,
     write_adapter_config,
+    write_base_record,
 )
 from opendm.model.dm05.checkpoint_files import read_tensors, short_name
 from opendm.model.dm05.lora_targets import matches
@@ -40,7 +43,7 @@ def write_adapter(folder: Path, adapter: Adapter, state: Mapping[str, Tensor]) -
     """Write an adapter: its configuration, its weights in float32, and the note of its base.
 
     Args:
-        folder: exists.
+        folder: exists, with ``config.json``.
         adapter: of the model.
         state: the model's parameters by name; those of the adapter are taken.
     """
@@ -53,6 +56,7 @@ def write_adapter(folder: Path, adapter: Adapter, state: Mapping[str, Tensor]) -
     save_file(tensors, partial, metadata={"format": "pt"})
     partial.chmod((folder / "adapter_config.json").stat().st_mode & 0o777)
     os.replace(partial, folder / ADAPTER_WEIGHTS)  # noqa: PTH105 - Path.replace hides it
+    write_base_record(folder, adapter)
 
 
 def read_adapter(folder: Path, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Tensor]:
@@ -81,9 +85,10 @@ def read_file(folder: Path) -> dict[str, Tensor]:
     """The tensors of a file as it names them, without the inner SigLIP level of older libraries.
 
     Raises:
-        CheckpointError: it cannot be read.
+        CheckpointError: it cannot be read, or was altered since it was written.
     """
     path = folder / ADAPTER_WEIGHTS
+    check_own_file(folder, ADAPTER_WEIGHTS, file_hash(path))
     try:
         tensors = load_file(path)
     except (OSError, SafetensorError) as error:

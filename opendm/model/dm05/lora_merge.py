@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import Any, Final
 
 import torch
+from safetensors import SafetensorError
 
-from opendm.errors import CheckpointError
+from opendm.errors import CheckpointError, ConfigError
 from opendm.model.dm05 import checkpoint_files
 from opendm.model.dm05.adapter_folder import (
     ADAPTER_CONFIG,
@@ -47,18 +48,33 @@ def load_for_inference(
     Raises:
         CheckpointError: something is missing or does not fit; or the base is another one than the
             adapter was trained on.
+        ConfigError: ``base`` is given for a full checkpoint.
     """
     folder = Path(path)
     if not is_adapter(folder):
+        if base is not None:
+            raise ConfigError(
+                f"{folder} is a full checkpoint, which has no base; leave the base {base} out"
+            )
         config = _config(folder, config_overrides)
         return DM05ForConditionalGeneration.from_pretrained(folder, config=config, dtype=dtype)
     source = find_base(folder, base)
     check_base(folder, source)
-    config = _config(folder if (folder / "config.json").is_file() else source, config_overrides)
+    config = _config(config_folder(folder, source), config_overrides)
     tensors = dict(merged_tensors(folder, source, dtype))
     return checkpoint_files.load(
         DM05ForConditionalGeneration, folder, config=config, dtype=dtype, tensors=tensors
     )
+
+
+def config_folder(folder: Path, base: "str | PathLike[str] | None" = None) -> Path:
+    """Where the model's ``config.json`` lies: an adapter of another program has none of its own.
+
+    Raises:
+        CheckpointError: it has none and its base is not where it was.
+    """
+    has_none = is_adapter(folder) and not (folder / "config.json").is_file()
+    return find_base(folder, base) if has_none else folder
 
 
 def merge_adapter(adapter: Path, output: Path, base: "str | PathLike[str] | None" = None) -> None:
@@ -89,7 +105,7 @@ def merge_adapter(adapter: Path, output: Path, base: "str | PathLike[str] | None
             if file.name not in OF_THE_ADAPTER:
                 shutil.copyfile(file, partial / file.name)
         partial.rename(output)
-    except OSError as error:
+    except (OSError, SafetensorError) as error:
         shutil.rmtree(partial, ignore_errors=True)
         raise CheckpointError(f"{output} could not be written: {error}") from error
 

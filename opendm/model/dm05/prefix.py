@@ -22,6 +22,7 @@ from opendm.model.dm05.visibility import (
     prefix_visibility,
     visible_tokens,
 )
+from opendm.pixels import scale_bytes
 
 KeyValue = tuple[Tensor, Tensor]
 
@@ -147,7 +148,12 @@ def run_prefix(
 
 
 def encode_images(vlm: DM05VLM, pixel_values: Tensor) -> Tensor:
-    """Soft tokens of images: ``[V, 3, height, width]`` to ``[V, tokens per image, hidden]``."""
+    """Soft tokens of images: ``[V, 3, height, width]`` to ``[V, tokens per image, hidden]``.
+
+    Pixels are float in [-1, 1], or uint8.
+    """
+    if pixel_values.dtype == torch.uint8:
+        pixel_values = scale_bytes(pixel_values)
     weight = vlm.model.multi_modal_projector.mm_input_projection_weight
     outputs = vlm.model.vision_tower(pixel_values=pixel_values.to(weight.dtype))
     return vlm.model.multi_modal_projector(outputs.last_hidden_state)
