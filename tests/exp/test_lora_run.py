@@ -1,4 +1,4 @@
-"""``--use-lora`` in whole runs: engines, files, going on, and bases that do not fit. About 30 s."""
+"""``--use-lora`` in whole runs: engines, files, going on, and bases that do not fit. About 90 s."""
 
 import json
 import shutil
