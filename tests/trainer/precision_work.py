@@ -1,5 +1,6 @@
 """One training step under a policy and an engine, and every dtype that can be seen in it."""
 
+import tempfile
 from collections import Counter
 from dataclasses import dataclass, field
 
@@ -115,7 +116,10 @@ def step(rank, world_size, engine_name, policy, lora=False):
     model.freeze_vlm_embedding()
     adapter = frozenset()
     if lora:
-        adapter = apply_lora_to_dm05_model(model, DM05LoraConfig(r=4), "", base_sha256="").adapter
+        with tempfile.TemporaryDirectory() as base:
+            model.config.save_pretrained(base)
+            config = DM05LoraConfig(r=4)
+            adapter = apply_lora_to_dm05_model(model, config, base, base_sha256="").adapter
         adapter = adapter.names
     seen = Seen()
     observe_inputs(model, seen)
