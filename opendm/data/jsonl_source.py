@@ -16,7 +16,7 @@ from opendm.errors import DataError
 
 __all__ = ["JsonlSource", "scan_jsonl"]
 
-MAX_OPEN_FILES: Final = 32
+MAX_OPEN_FILES: Final = 256
 """Of a source in one process."""
 
 

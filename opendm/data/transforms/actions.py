@@ -231,9 +231,11 @@ class PadAction:
                 f"action has {size} dimensions, the model has {self.shared_dim}; drop dimensions "
                 "in the dataset (they are never cut silently)"
             )
-        widths = [(0, 0), (0, 0), (0, self.shared_dim - size)]
         for key in ("action", "action_mask"):
-            sample[key] = np.pad(np.asarray(sample[key]), widths)
+            values = np.asarray(sample[key])
+            padded = np.zeros((*values.shape[:-1], self.shared_dim), values.dtype)
+            padded[..., :size] = values
+            sample[key] = padded
         return sample
 
 

@@ -144,6 +144,8 @@ class ChatTokenization:
         self.max_history_images = max_history_images
         self.enable_logging = enable_logging
         self.as_bytes = as_bytes
+        special = processor.tokenizer.all_special_tokens
+        self.reserved = sorted({HISTORY_TOKEN, HISTORY_PAD_TOKEN, *special})
 
     def __call__(self, sample: Sample) -> Sample:
         """The inputs; ``history_*`` are None without history, ``action*`` where not given."""
@@ -208,8 +210,7 @@ class ChatTokenization:
     def _check_prompt(self, prompt: object) -> str:
         if not isinstance(prompt, str):
             raise DataError(f"prompt is {prompt!r:.60}; expected the task as a string")
-        reserved = {HISTORY_TOKEN, HISTORY_PAD_TOKEN, *self.processor.tokenizer.all_special_tokens}
-        for token in sorted(reserved):
+        for token in self.reserved:
             if token in prompt:
                 raise DataError(f"prompt holds the reserved token {token!r}; remove it: {prompt!r}")
         return prompt

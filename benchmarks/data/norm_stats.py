@@ -1,6 +1,6 @@
 """Statistics of a dataset: time and memory on a large one, and how much faster than a loader.
 
-    python benchmarks/data/statistics.py [--frames 1000000] [--plain-frames 20000] [--rounds 3]
+    python benchmarks/data/norm_stats.py [--frames 1000000] [--plain-frames 20000] [--rounds 3]
 
 The large set is measured in a fresh process, whose peak memory includes torch (the transforms need
 it) and the mapped pages of the index. The other side of the ratio is what a user of a loader
