@@ -327,7 +327,9 @@ def test_open_files_are_few(tmp_path):
     for number in range(MAX_OPEN_FILES + 20):
         write(tmp_path / f"{number:03d}.jsonl", [frame(number)])
     dataset = JsonlDataset(str(tmp_path))
-    assert [dataset[index]["state"][0] for index in range(len(dataset))] == list(range(52))
+    assert [dataset[index]["state"][0] for index in range(len(dataset))] == list(
+        range(MAX_OPEN_FILES + 20)
+    )
     descriptors = list(dataset.source._open_files._descriptors.values())
     assert len(descriptors) == MAX_OPEN_FILES
     names = {str(Path(f"/proc/self/fd/{number}").readlink()) for number in descriptors}
