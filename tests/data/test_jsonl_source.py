@@ -324,16 +324,15 @@ def test_a_changed_file_is_named_and_not_read_wrongly(tmp_path):
 
 
 def test_open_files_are_few(tmp_path):
-    for number in range(MAX_OPEN_FILES + 20):
+    count = MAX_OPEN_FILES + 20
+    for number in range(count):
         write(tmp_path / f"{number:03d}.jsonl", [frame(number)])
     dataset = JsonlDataset(str(tmp_path))
-    assert [dataset[index]["state"][0] for index in range(len(dataset))] == list(
-        range(MAX_OPEN_FILES + 20)
-    )
+    assert [dataset[index]["state"][0] for index in range(count)] == list(range(count))
     descriptors = list(dataset.source._open_files._descriptors.values())
     assert len(descriptors) == MAX_OPEN_FILES
     names = {str(Path(f"/proc/self/fd/{number}").readlink()) for number in descriptors}
-    assert names == {str(tmp_path / f"{number:03d}.jsonl") for number in range(20, 52)}
+    assert names == {str(tmp_path / f"{number:03d}.jsonl") for number in range(20, count)}
     dataset.source._open_files.close()
     for descriptor in descriptors:
         with pytest.raises(OSError, match="Bad file descriptor"):
