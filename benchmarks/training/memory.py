@@ -336,13 +336,13 @@ def computed_table(model: DM05ForConditionalGeneration, worlds: Sequence[int]) -
         yield f"| {setups[0].title} | " + " | ".join(cells) + " |"
 
 
-def measured_table(scale: int, worlds: Sequence[int]) -> tuple[list[str], float]:
+def measured_table(scale: int, worlds: Sequence[int], only: str) -> tuple[list[str], float]:
     """Measured MiB and their ratio to the formula, and the largest deviation from 1."""
     model = small_model(scale, torch.bfloat16, on_meta=True)
     lines = ["| " + " | ".join(HEAD) + " |", "|" + " --- |" * len(HEAD)]
     furthest = 0.0
     for world in worlds:
-        for setup, found in measure(world, scale):
+        for setup, found in measure(world, scale, only):
             units = units_in_order(model, setup.preset)
             ratios = (
                 found["startup"] / startup_bytes(units, setup),
@@ -358,7 +358,7 @@ def measured_table(scale: int, worlds: Sequence[int]) -> tuple[list[str], float]
     return lines, furthest
 
 
-def measure(world: int, scale: int) -> list[tuple[Setup, dict[str, int]]]:
+def measure(world: int, scale: int, only: str) -> list[tuple[Setup, dict[str, int]]]:
     """Peaks of the last rank by set-up; with weights gathered in float32 on two ranks only."""
     setups = [
         Setup(engine, strategy, preset, world, size, is_gloo=True)
@@ -370,6 +370,7 @@ def measure(world: int, scale: int) -> list[tuple[Setup, dict[str, int]]]:
     setups.insert(0, Setup("ddp", "", "published", world, is_gloo=True))
     if world == 1:
         setups = [Setup("single", "", "published", world, size, is_gloo=True) for size in (2, 4)]
+    setups = [setup for setup in setups if only in setup.title]
     with tempfile.TemporaryDirectory() as folder:
         mp.spawn(one_rank, (world, scale, setups, folder), world)
         return [
@@ -383,13 +384,14 @@ def main() -> int:
     parser.add_argument("--measure", action="store_true")
     parser.add_argument("--scale", type=int, default=16)
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4, 8])
+    parser.add_argument("--only", default="", help="rows with this in their title, 'FSDP2 full_'")
     given = parser.parse_args()
     model = small_model(1, torch.bfloat16, on_meta=True)
     print("Released size, bf16_mixed, AdamW; GiB of a rank, start-up / step\n")
     print("\n".join(computed_table(model, given.ranks)), flush=True)
     if not given.measure:
         return 0
-    lines, furthest = measured_table(given.scale, [1, *given.ranks])
+    lines, furthest = measured_table(given.scale, [1, *given.ranks], given.only)
     print(f"\n{describe_machine()}\n\nWidths / {given.scale}, last rank\n")
     print("\n".join(lines))
     print(f"\nfurthest from the formula: {furthest:.1%}")
