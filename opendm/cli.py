@@ -97,6 +97,7 @@ def evaluate_metaworld(arguments: argparse.Namespace) -> int:
         demonstrations=arguments.demonstrations,
         use_controls=not arguments.no_controls,
         gl=arguments.gl or chosen_opengl() or "osmesa",
+        num_processes=arguments.processes,
     )
     evaluate_metaworld(plan, arguments.output or arguments.checkpoint[-1])
     return 0
@@ -128,13 +129,15 @@ def tiny_checkpoint(arguments: argparse.Namespace) -> int:
     info = dataset_info(arguments.dataset_name)
     prompts = sorted(open_source(info["jsonl_dir"], columns=info.get("columns")).index.tasks)
     words = [f"{label} image:" for label in info["image_prompts"]] + [
-        f"Robot: {info['robot_type']}"
+        f"Robot: {info['robot_type']}\nOverall speed: 0.5\nTask: ",
+        "Overall States: 0 1",
+        "States: 0",
     ]
     build_tiny_checkpoint(
         arguments.output,
         prompts,
         seed=arguments.seed,
-        images=SIZES[arguments.size],
+        size=SIZES[arguments.size],
         # the demo's tokenizer stays what its published figures were made with
         more_text=[] if arguments.size == "demo" else words,
     )
@@ -291,6 +294,7 @@ def _add_metaworld(parser: argparse.ArgumentParser) -> None:
     add("--untrained", type=Path, help="where training started [what the run's record names]")
     add("--demonstrations", type=Path, help="training episodes [those of the run's record]")
     add("--no-controls", action="store_true", help="measure the checkpoints alone")
+    add("--processes", type=int, default=os.cpu_count() or 1, help="share the episodes [cores]")
     add("--gl", choices=("osmesa", "egl"), help="OpenGL backend [MUJOCO_GL, else osmesa]")
     add("--output", type=Path, help="folder of metaworld.html [the last checkpoint]")
     parser.set_defaults(run=evaluate_metaworld)

@@ -164,7 +164,8 @@ def main() -> None:
     options = parser.parse_args()
     print(describe_machine())
     torch.manual_seed(0)
-    config = tiny_config(VOCAB, chunk_size=SIM_CHUNK, images=SIZES["sim"])
+    size = SIZES["sim"]
+    config = tiny_config(VOCAB, chunk_size=SIM_CHUNK, images=size.images, mlp_ratio=size.mlp_ratio)
     model = random_model(config).train()
     model.set_attention_implementation(
         llm_attn_implementation="sdpa",

@@ -10,9 +10,10 @@ import pytest
 
 from opendm.cli import main
 from opendm.data.normalize import NormStats, NormStatsFile
-from opendm.eval.metaworld.controls import BlindActor
+from opendm.eval.metaworld.controls import BlindActor, Condition
 from opendm.eval.metaworld.environment import World, prepare_simulator
-from opendm.eval.metaworld.rollout import Rules, run_episodes
+from opendm.eval.metaworld.rollout import Pictures, Rules, run_episodes
+from opendm.eval.metaworld.stage import StageSettings, open_stages
 from opendm.eval.metaworld.tasks import TASKS
 from opendm.infer.layout import PolicyLayout
 from opendm.model.dm05.tiny import SIZES, build_tiny_checkpoint
@@ -135,7 +136,7 @@ def test_episodes_do_not_depend_on_how_many_processes_record_them(collector, tmp
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory):
     folder = tmp_path_factory.mktemp("sim") / "policy"
-    build_tiny_checkpoint(folder, ["Press the button"], chunk_size=16, images=SIZES["sim"])
+    build_tiny_checkpoint(folder, ["Press the button"], chunk_size=16, size=SIZES["sim"])
     PolicyLayout(
         dataset_name="metaworld", image_keys=["images_1", "images_2"],
         image_prompts=["Corner", "Gripper"], action_mode="relative",
@@ -166,7 +167,7 @@ def test_an_untrained_policy_fails_and_every_control_is_reported(
     words = ["eval", "metaworld", "--checkpoint", checkpoint, "--task", BUTTON, "reach-v3"]
     words += ["--episodes", 1, "--flow-steps", 1, "--actions-per-query", 16]
     words += ["--untrained", checkpoint, "--demonstrations", demonstrations, "--output", tmp_path]
-    assert main(list(map(str, words))) == 0
+    assert main([*map(str, words), "--processes", "2"]) == 0
     figures = json.loads((tmp_path / "metaworld.json").read_text())
     button = figures["tasks"][BUTTON]
     assert set(button["controls"]) == {
@@ -178,3 +179,27 @@ def test_an_untrained_policy_fails_and_every_control_is_reported(
     assert "none of the 1" in figures["settings"]["seeds"]
     assert (tmp_path / f"{BUTTON}.gif").read_bytes()[:3] == b"GIF"
     assert TASKS[BUTTON].sentence in (tmp_path / "metaworld.html").read_text()
+
+
+def test_the_outcome_does_not_depend_on_the_number_of_processes(
+    checkpoint, demonstrations, tmp_path
+):
+    seeds, told = range(50_000, 50_012), TASKS[BUTTON].sentence
+    blind = Condition("blind", None, told, Pictures.BLANK)
+    policy = Condition("policy", checkpoint, told)
+    settings = StageSettings(
+        gl="osmesa", image_size=SIZE, rules=Rules(8, 16), num_flow_steps=1,
+        demonstrations=demonstrations,
+    )  # fmt: skip
+    found = []
+    for num_processes in (1, 2):
+        with open_stages(settings, num_processes) as play:
+            pending = [play(BUTTON, condition, seeds) for condition in (blind, policy)]
+            found.append([outcome for wait in pending for outcome in wait()])
+    alone, shared = found
+    assert [outcome.seed for outcome in alone] == 2 * list(seeds)
+    for one, other in zip(alone, shared, strict=True):
+        assert (one.seed, one.num_steps) == (other.seed, other.num_steps)
+        np.testing.assert_array_equal(one.frames, other.frames)
+    kept = [index for index, outcome in enumerate(alone) if outcome.frames]
+    assert kept == [0, 12]

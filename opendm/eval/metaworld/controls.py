@@ -2,13 +2,14 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
 from opendm.errors import CheckpointError
 from opendm.eval.metaworld.environment import CAMERAS, STATE_SIZE, Vector
-from opendm.eval.metaworld.rollout import Actor, Pictures, View
+from opendm.eval.metaworld.rollout import Pictures, View
 from opendm.infer.layout import PolicyLayout
 from opendm.infer.policy import Observation, Policy
 
@@ -50,13 +51,17 @@ class BlindActor:
         return [self.motion[min(view.step, last) :] for view in views]
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True)
 class Condition:
-    """An actor and what it is shown."""
+    """Who acts in a task, what it is told and what it is shown."""
 
     name: str
-    actor: Actor
+    checkpoint: Path | None = None
+    """None is the blind mean demonstration."""
+    sentence: str = ""
     pictures: Pictures = Pictures.LIVE
+    layout_from: Path | None = None
+    """A checkpoint whose layout and statistics count, where ``checkpoint`` has none yet."""
 
 
 def check_fits(layout: PolicyLayout, source: str) -> None:

@@ -11,32 +11,20 @@ from typing import Any, Final
 from opendm.data.processor import image_size, load_processor
 from opendm.dataset.register import dataset_fields
 from opendm.errors import ConfigError
-from opendm.eval.metaworld.controls import (
-    BlindActor,
-    Condition,
-    PolicyActor,
-    check_fits,
-)
-from opendm.eval.metaworld.demonstrations import (
-    check_unseen,
-    mean_demonstration,
-    recorded_actions,
-)
-from opendm.eval.metaworld.environment import World, prepare_simulator
+from opendm.eval.metaworld.controls import Condition, check_fits
+from opendm.eval.metaworld.demonstrations import check_unseen, recorded_actions
+from opendm.eval.metaworld.environment import prepare_simulator
 from opendm.eval.metaworld.page import TaskResult, write_page
-from opendm.eval.metaworld.rollout import Outcome, Pictures, Rules, run_episodes, success_rate
+from opendm.eval.metaworld.rollout import Outcome, Pictures, Rules, success_rate
+from opendm.eval.metaworld.stage import Play, StageSettings, open_stages
 from opendm.eval.metaworld.statistics import Rate
 from opendm.eval.metaworld.tasks import find_task
 from opendm.eval.run_record import read_run, versions
 from opendm.infer.layout import PolicyLayout
-from opendm.infer.policy import Policy
 
 MIN_SEED: Final = 50_000
 """Below lie the seeds of demonstrations."""
 MAX_STEPS: Final = 200
-NUM_WORLDS: Final = 10
-"""Episodes at once: one query of the model serves them all."""
-
 Show = Callable[[str], None]
 
 
@@ -57,6 +45,8 @@ class Plan:
     """Folder of the training episodes; None takes that of the checkpoint's dataset."""
     use_controls: bool = True
     gl: str = "osmesa"
+    num_processes: int = 1
+    """Episodes are shared among them; the outcome is the same for any number."""
 
     @property
     def seeds(self) -> range:
@@ -75,6 +65,8 @@ class Plan:
             raise ConfigError(
                 "--episodes, --actions-per-query and --flow-steps must each be 1 or more"
             )
+        if self.num_processes < 1:
+            raise ConfigError(f"--processes {self.num_processes} is too small; give 1 or more")
         if self.seed < MIN_SEED:
             raise ConfigError(
                 f"--seed {self.seed} is too small; give {MIN_SEED} or more: smaller seeds are of "
@@ -96,89 +88,76 @@ def evaluate_metaworld(plan: Plan, output: Path, show: Show = print) -> list[Tas
     folder = plan.demonstrations or _demonstrations_of(judged)
     seen = check_unseen(plan.seeds, folder)
     prepare_simulator(plan.gl)
-    policies = {path: Policy.from_checkpoint(path) for path in plan.checkpoints}
-    evaluation = Evaluation(plan, policies, _untrained(plan), folder, show)
-    results = [evaluation.task(name) for name in plan.tasks]
-    settings = _settings(plan, seen)
-    write_page(output / "metaworld.html", f"Meta-World: {judged}", results, settings)
-    write_figures(output / "metaworld.json", results, settings)
+    settings = StageSettings(
+        gl=plan.gl,
+        image_size=image_size(load_processor(str(judged))),
+        rules=Rules(plan.actions_per_query, MAX_STEPS),
+        num_flow_steps=plan.num_flow_steps,
+        demonstrations=folder,
+    )
+    with open_stages(settings, plan.num_processes) as play:
+        results = [_evaluate_task(plan, name, folder, play, show) for name in plan.tasks]
+    facts = _facts(plan, seen)
+    write_page(output / "metaworld.html", f"Meta-World: {judged}", results, facts)
+    write_figures(output / "metaworld.json", results, facts)
     show(f"report: {output / 'metaworld.html'}")
     return results
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Evaluation:
-    """Policies in the simulator's tasks, one after another."""
-
-    plan: Plan
-    policies: Mapping[Path, Policy]
-    """By checkpoint; the last one is judged."""
-    untrained: Policy | None
-    demonstrations: Path
-    show: Show
-
-    def task(self, name: str) -> TaskResult:
-        """Success of every checkpoint in a task, and of the controls."""
-        start, sentence = time.perf_counter(), find_task(name).sentence
-        size = image_size(load_processor(str(self.plan.checkpoints[-1])))
-        worlds = [World.open(name, size) for _ in range(min(NUM_WORLDS, self.plan.num_episodes))]
-        by_step: dict[int, Rate] = {}
-        outcomes: list[Outcome] = []
-        for path, policy in self.policies.items():
-            condition = Condition(str(path), self.actor(policy, sentence))
-            outcomes = self.run(name, condition, worlds)
-            by_step[training_steps(path)] = success_rate(outcomes)
-        controls = {
-            condition.name: success_rate(self.run(name, condition, worlds))
-            for condition in self.controls(name)
-        }
-        for world in worlds:
-            world.close()
+def _evaluate_task(
+    plan: Plan, name: str, demonstrations: Path, play: Play, show: Show
+) -> TaskResult:
+    """Success of every checkpoint in a task, and of the controls."""
+    start = time.perf_counter()
+    played = [
+        (condition, play(name, condition, plan.seeds))
+        for condition in (*_progress(plan, name), *_controls(plan, name, demonstrations))
+    ]
+    rates: list[Rate] = []
+    outcomes: list[list[Outcome]] = []
+    for condition, pending in played:
+        outcomes.append(pending())
+        rates.append(success_rate(outcomes[-1]))
         seconds = time.perf_counter() - start
-        return TaskResult(name, sentence, by_step, controls, outcomes[0].frames, seconds)
+        show(f"{name}: {condition.name}: {rates[-1]} after {seconds:.0f} s")
+    num_checkpoints = len(plan.checkpoints)
+    return TaskResult(
+        name,
+        find_task(name).sentence,
+        dict(zip(map(training_steps, plan.checkpoints), rates, strict=False)),
+        {
+            condition.name: rate
+            for (condition, _), rate in list(zip(played, rates, strict=True))[num_checkpoints:]
+        },
+        outcomes[num_checkpoints - 1][0].frames,
+        time.perf_counter() - start,
+    )
 
-    @property
-    def judged(self) -> Policy:
-        """The last checkpoint."""
-        return self.policies[self.plan.checkpoints[-1]]
 
-    def actor(self, policy: Policy, sentence: str) -> PolicyActor:
-        """A policy that is told a sentence."""
-        return PolicyActor(policy, sentence, self.plan.num_flow_steps)
+def _progress(plan: Plan, name: str) -> list[Condition]:
+    """Every checkpoint under the task's own sentence."""
+    sentence = find_task(name).sentence
+    return [Condition(str(path), path, sentence) for path in plan.checkpoints]
 
-    def run(self, name: str, condition: Condition, worlds: Sequence[World]) -> list[Outcome]:
-        """All starts under one condition."""
-        rules = Rules(self.plan.actions_per_query, MAX_STEPS)
-        start = time.perf_counter()
-        outcomes = run_episodes(
-            condition.actor,
-            worlds,
-            self.plan.seeds,
-            rules,
-            pictures=condition.pictures,
-            num_kept=1,
-        )
-        seconds = time.perf_counter() - start
-        self.show(f"{name}: {condition.name}: {success_rate(outcomes)} in {seconds:.0f} s")
-        return outcomes
 
-    def controls(self, name: str) -> list[Condition]:
-        """What the judged policy is compared with in a task."""
-        if not self.plan.use_controls:
-            return []
-        sentence = find_task(name).sentence
-        found = []
-        if self.untrained is not None:
-            found.append(Condition("untrained", self.actor(self.untrained, sentence)))
-        if episodes := recorded_actions(self.demonstrations, sentence):
-            blind = BlindActor(mean_demonstration(episodes))
-            found.append(Condition("blind mean demonstration", blind))
-        told = self.actor(self.judged, sentence)
-        found.append(Condition("blank images", told, Pictures.BLANK))
-        found.append(Condition("frozen images of another start", told, Pictures.FROZEN))
-        if other := other_sentence(name, self.plan.tasks):
-            found.append(Condition(f"told “{other}”", self.actor(self.judged, other)))
-        return found
+def _controls(plan: Plan, name: str, demonstrations: Path) -> list[Condition]:
+    """What the judged policy is compared with in a task."""
+    if not plan.use_controls:
+        return []
+    sentence, judged = find_task(name).sentence, plan.checkpoints[-1]
+    found = []
+    if (start := _untrained(plan)) is not None:
+        found.append(Condition("untrained", start, sentence, layout_from=judged))
+    if recorded_actions(demonstrations, sentence):
+        blind = Condition("blind mean demonstration", None, sentence, Pictures.BLANK)
+        found.append(blind)
+    found += [
+        Condition("blank images", judged, sentence, Pictures.BLANK),
+        Condition("frozen images of another start", judged, sentence, Pictures.FROZEN),
+    ]
+    if other := other_sentence(name, plan.tasks):
+        found.append(Condition(f"told “{other}”", judged, other))
+    return found
 
 
 def other_sentence(name: str, tasks: Sequence[str]) -> str | None:
@@ -190,17 +169,13 @@ def other_sentence(name: str, tasks: Sequence[str]) -> str | None:
     return None if chosen is None else find_task(chosen).sentence
 
 
-def _untrained(plan: Plan) -> Policy | None:
-    """The policy that training started from, if it is still there."""
-    if not plan.use_controls:
-        return None
-    folder = plan.untrained
-    if folder is None:
-        settings = read_run(plan.checkpoints[-1])[1]
-        folder = Path(settings.get("config.model_config.model_name_or_path", ""))
-        if not (folder / "config.json").is_file():
-            return None
-    return Policy.from_checkpoint(folder, layout_from=plan.checkpoints[-1])
+def _untrained(plan: Plan) -> Path | None:
+    """The checkpoint that training started from, if it is still there."""
+    if plan.untrained is not None:
+        return plan.untrained
+    settings = read_run(plan.checkpoints[-1])[1]
+    folder = Path(settings.get("config.model_config.model_name_or_path", ""))
+    return folder if (folder / "config.json").is_file() else None
 
 
 def _demonstrations_of(checkpoint: Path) -> Path:
@@ -219,7 +194,7 @@ def training_steps(checkpoint: Path) -> int:
     return int(settings.get("config.trainer_config.num_train_steps", "-1"))
 
 
-def _settings(plan: Plan, seen: str) -> dict[str, str]:
+def _facts(plan: Plan, seen: str) -> dict[str, str]:
     last = plan.seed + plan.num_episodes - 1
     return {
         "checkpoint": str(plan.checkpoints[-1]),

@@ -13,6 +13,7 @@ from typing import Any, Final
 
 import torch
 from tokenizers import (
+    Regex,
     Tokenizer,
     decoders,
     models,
@@ -44,7 +45,22 @@ class ImageSizes:
     """Soft tokens of a picture: the square of a divisor of its patches per side."""
 
 
-SIZES: Final = {"demo": ImageSizes(), "sim": ImageSizes(picture=96, patch=12)}
+@dataclass(frozen=True, slots=True)
+class TinySize:
+    """What may differ between tiny models."""
+
+    images: ImageSizes = ImageSizes()
+    mlp_ratio: int = 4
+    """Width of a feed-forward layer in units of the model's."""
+    whole_numbers: bool = False
+    """One token for a number up to 255, and for a word that the tokenizer was trained on, for
+    shorter prompts; otherwise digits stand alone, as in Gemma."""
+
+
+SIZES: Final = {
+    "demo": TinySize(),
+    "sim": TinySize(ImageSizes(picture=96, patch=12), mlp_ratio=2, whole_numbers=True),
+}
 """``sim`` is for pictures of a simulator that are rendered at 96 pixels."""
 
 # The first ids are those of released tokenizers (padding, end, begin, unknown, ..., history).
@@ -77,14 +93,18 @@ CHAT_TEMPLATE: Final = """{{ bos_token }}
 """
 
 
-def train_tokenizer(texts: Iterable[str]) -> PreTrainedTokenizerFast:
+def train_tokenizer(
+    texts: Iterable[str], *, whole_numbers: bool = False
+) -> PreTrainedTokenizerFast:
     """A byte-fallback BPE tokenizer in Gemma's manner, trained on ``texts``."""
     tokenizer = Tokenizer(models.BPE(byte_fallback=True, unk_token="<unk>", fuse_unk=True))
     tokenizer.normalizer = normalizers.Replace(" ", "▁")
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
             pre_tokenizers.Split("▁", "merged_with_next"),
-            pre_tokenizers.Digits(individual_digits=True),
+            pre_tokenizers.Split(Regex(r"[\n.]"), "isolated")
+            if whole_numbers
+            else pre_tokenizers.Digits(individual_digits=True),
         ]
     )
     tokenizer.decoder = decoders.Sequence([
@@ -93,6 +113,7 @@ def train_tokenizer(texts: Iterable[str]) -> PreTrainedTokenizerFast:
     byte_tokens = [f"<0x{byte:02X}>" for byte in range(256)]
     trainer = trainers.BpeTrainer(
         vocab_size=VOCAB_SIZE,
+        min_frequency=1 if whole_numbers else 0,
         special_tokens=[*RESERVED, *byte_tokens],
         initial_alphabet=[chr(code) for code in range(33, 127)] + ["\n", "▁"],
         show_progress=False,
@@ -119,7 +140,11 @@ def train_tokenizer(texts: Iterable[str]) -> PreTrainedTokenizerFast:
 
 
 def build_processor(
-    prompts: Iterable[str], images: ImageSizes = SIZES["demo"], more_text: Iterable[str] = ()
+    prompts: Iterable[str],
+    images: ImageSizes = ImageSizes(),
+    more_text: Iterable[str] = (),
+    *,
+    whole_numbers: bool = False,
 ) -> Gemma3Processor:
     """The Gemma 3 processor of the tiny checkpoint, its tokenizer trained on the texts."""
     digits = " ".join(str(number) for number in range(256))
@@ -129,7 +154,9 @@ def build_processor(
     )
     return Gemma3Processor(
         image_processor=image_processor,
-        tokenizer=train_tokenizer([digits, "user\nmodel\n", *layout, *more_text]),
+        tokenizer=train_tokenizer(
+            [digits, "user\nmodel\n", *layout, *more_text], whole_numbers=whole_numbers
+        ),
         chat_template=CHAT_TEMPLATE,
         image_seq_length=images.tokens,
     )
@@ -141,13 +168,14 @@ def tiny_config(
     chunk_size: int = 50,
     num_layers: int = 4,
     hidden_size: int = 128,
-    images: ImageSizes = SIZES["demo"],
+    images: ImageSizes = ImageSizes(),
+    mlp_ratio: int = 4,
 ) -> DM05Config:
     """Sizes of the tiny model: every kind of layer of the released one, in miniature."""
     kinds = itertools.cycle(("sliding_attention", "full_attention"))
     text: dict[str, Any] = {
         "hidden_size": hidden_size,
-        "intermediate_size": 4 * hidden_size,
+        "intermediate_size": mlp_ratio * hidden_size,
         "num_hidden_layers": num_layers,
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
@@ -168,7 +196,7 @@ def tiny_config(
     vision = {
         "model_type": "siglip_vision_model",
         "hidden_size": hidden_size,
-        "intermediate_size": 4 * hidden_size,
+        "intermediate_size": mlp_ratio * hidden_size,
         "num_hidden_layers": num_layers,
         "num_attention_heads": 4,
         "image_size": images.picture,
@@ -218,15 +246,20 @@ def build_tiny_checkpoint(
     *,
     chunk_size: int = 50,
     seed: int = 0,
-    images: ImageSizes = SIZES["demo"],
+    size: TinySize = SIZES["demo"],
     more_text: Iterable[str] = (),
 ) -> Path:
     """Write the tiny checkpoint into ``folder`` (float32 weights) and return the folder.
 
     ``more_text`` is what else the tokenizer shall know: whole words make shorter prompts.
     """
-    processor = build_processor(prompts, images, more_text)
-    config = tiny_config(len(processor.tokenizer), chunk_size=chunk_size, images=images)
+    processor = build_processor(prompts, size.images, more_text, whole_numbers=size.whole_numbers)
+    config = tiny_config(
+        len(processor.tokenizer),
+        chunk_size=chunk_size,
+        images=size.images,
+        mlp_ratio=size.mlp_ratio,
+    )
     model = random_model(config, seed)
     model.save_pretrained(folder, dtype=torch.float32)
     processor.save_pretrained(folder)
