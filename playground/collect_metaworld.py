@@ -18,7 +18,7 @@ up to 3 cm on each axis inside the workspace. Training seeds count up from `--se
 from `--seed` + 20000, and `seeds.json` has each episode's, so that an evaluation can avoid them.
 
 **Label.** Actions are always the expert's. On odd seeds what is *executed* carries noise (sigma
-0.4 of the full command, held for 6 steps), so that recoveries are recorded too. An episode ends
+0.4 of the full command, 0.12 where a puck is moved, held for 6 steps), so that recoveries are recorded too. An episode ends
 at its first success, its last frame shows it, and failed episodes are replaced by later seeds.
 """
 
@@ -53,10 +53,9 @@ from opendm.runtime import chosen_opengl
 if TYPE_CHECKING:
     from metaworld.policies.policy import Policy
 
-NOISE_SIGMA = 0.4
 NOISE_HOLD_STEPS = 6
 HELDOUT_SEED_OFFSET = 20_000
-ATTEMPTS_PER_EPISODE = 5
+ATTEMPTS_PER_EPISODE = 10
 EPISODE_NAME = re.compile(r"[a-z-]+-v3_\d+")
 DEFAULT_TASKS = ("button-press-topdown-v3", "drawer-open-v3", "reach-v3")
 
@@ -73,10 +72,10 @@ class Frame:
     """Shape (4,): target x, y, z in metres, gripper command."""
 
 
-def held_noise(rng: np.random.Generator, num_steps: int) -> NDArray[np.float64]:
+def held_noise(rng: np.random.Generator, num_steps: int, sigma: float) -> NDArray[np.float64]:
     """Return command noise of shape (num_steps, 3) that changes every `NOISE_HOLD_STEPS` steps."""
     num_draws = -(-num_steps // NOISE_HOLD_STEPS)
-    draws = rng.normal(0.0, NOISE_SIGMA, size=(num_draws, 3))
+    draws = rng.normal(0.0, sigma, size=(num_draws, 3))
     return np.repeat(draws, NOISE_HOLD_STEPS, axis=0)[:num_steps]
 
 
@@ -99,7 +98,8 @@ class Recorder:
 
     def record(self, seed: int) -> list[Frame] | None:
         """Play one episode; None when the expert did not succeed within `max_steps`."""
-        noise = held_noise(np.random.default_rng((seed, 1)), self.max_steps) * (seed % 2)
+        sigma = self.world.task.command_noise * (seed % 2)
+        noise = held_noise(np.random.default_rng((seed, 1)), self.max_steps, sigma)
         observation = self.world.reset(seed)
         frames: list[Frame] = []
         steps_left: int | None = None
