@@ -18,8 +18,9 @@ up to 3 cm on each axis inside the workspace. Training seeds count up from `--se
 from `--seed` + 20000, and `seeds.json` has each episode's, so that an evaluation can avoid them.
 
 **Label.** Actions are always the expert's. On odd seeds what is *executed* carries noise (sigma
-0.4 of the full command, 0.12 where a puck is moved, held for 6 steps), so that recoveries are recorded too. An episode ends
-at its first success, its last frame shows it, and failed episodes are replaced by later seeds.
+0.4 of the full command, 0.12 where a puck is moved, held for 6 steps), so that recoveries are
+recorded too. An episode ends at its first success, its last frame shows it, and failed episodes
+are replaced by later seeds.
 """
 
 import argparse

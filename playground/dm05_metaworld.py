@@ -70,18 +70,18 @@ class MetaWorldTrainerConfig(DM05TrainerConfig):
 
     output_dir: str = "user_checkpoints/dm05_metaworld"
     """Folder of checkpoints, metrics and the final weights."""
-    num_train_steps: int = 1400
+    num_train_steps: int = 3000
     """Optimizer steps of the run."""
-    per_device_train_batch_size: int = 32
+    per_device_train_batch_size: int = 16
     """Samples per process and micro-step."""
-    save_steps: int = 350
+    save_steps: int = 750
     """Optimizer steps between two checkpoints."""
-    logging_steps: int = 20
+    logging_steps: int = 50
     """Optimizer steps between two lines on the console."""
     dataloader_num_workers: int = 1
     """Processes that prepare samples; the other core trains."""
-    model_max_length: int = 104
-    """Tokens of the longest prefix: the sentence, the state and two pictures of 16."""
+    model_max_length: int = 80
+    """Tokens of the longest prefix: the sentence, the state and two pictures of 9."""
     bf16: bool = False
     """Compute in float32."""
     lr_scheduler_kwargs: dict[str, float] = field(default_factory=lambda: {"min_lr_rate": 0.02})

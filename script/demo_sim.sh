@@ -8,7 +8,7 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 seed="${SIM_SEED:-42}"
-steps="${SIM_STEPS:-1200}"
+steps="${SIM_STEPS:-3000}"
 episodes="${SIM_EPISODES:-100}"
 task=button-press-topdown-v3
 data=data/metaworld
@@ -29,7 +29,7 @@ rm -rf "$output"
 script/dm05_launcher.sh --nproc_per_node 2 --exp playground/dm05_metaworld.py \
   --model-config.model-name-or-path "$start" --trainer-config.output-dir "$output" \
   --trainer-config.num-train-steps "$steps" --trainer-config.save-steps $((steps / 4)) \
-  --trainer-config.per-device-train-batch-size 16 --trainer-config.no-fsdp1 \
+  --trainer-config.per-device-train-batch-size 8 --trainer-config.no-fsdp1 \
   --trainer-config.seed "$seed" "$@"
 
 echo "== 4/4 $episodes unseen starts, with controls"

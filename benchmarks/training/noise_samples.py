@@ -3,7 +3,7 @@
     OMP_NUM_THREADS=1 python benchmarks/training/noise_samples.py [--rounds N] [--rows N]
 
 Times are processor seconds of whole AdamW steps of the simulator's model (``tiny-checkpoint --size
-sim``, chunk 16, two pictures, 104 tokens), best of the rounds, draws interleaved. Operations are
+sim``, chunk 16, two pictures, 64 tokens), best of the rounds, draws interleaved. Operations are
 counted by torch over one forward pass; for the released shape (448-pixel pictures, chunk 50, two
 pictures, 564 tokens) they are counted on tensors without numbers.
 """
@@ -29,7 +29,7 @@ from opendm.model.dm05.dm05_arch import DM05ForConditionalGeneration
 from opendm.model.dm05.tiny import RESERVED, SIZES, random_model, tiny_config
 
 DRAWS: Final = (1, 2, 4, 8)
-VOCAB, NUM_VIEWS, SIM_LENGTH, SIM_CHUNK = 768, 2, 104, 16
+VOCAB, NUM_VIEWS, SIM_LENGTH, SIM_CHUNK = 768, 2, 64, 16
 RELEASED_LENGTH, RELEASED_CHUNK = 564, 50
 IMAGE_TOKEN: Final = RESERVED.index("<image_soft_token>")
 

@@ -17,7 +17,7 @@ def processor():
     return build_processor(["Press the button"], SIM.images, words, whole_numbers=SIM.whole_numbers)
 
 
-def test_a_picture_of_96_pixels_takes_sixteen_tokens_and_moves_the_actions(processor):
+def test_a_picture_of_96_pixels_takes_nine_tokens_and_moves_the_actions(processor):
     config = tiny_config(
         len(processor.tokenizer), chunk_size=16, images=SIM.images, mlp_ratio=SIM.mlp_ratio
     )

@@ -59,7 +59,7 @@ class TinySize:
 
 SIZES: Final = {
     "demo": TinySize(),
-    "sim": TinySize(ImageSizes(picture=96, patch=12), mlp_ratio=2, whole_numbers=True),
+    "sim": TinySize(ImageSizes(picture=96, patch=16, tokens=9), mlp_ratio=2, whole_numbers=True),
 }
 """``sim`` is for pictures of a simulator that are rendered at 96 pixels."""
 
