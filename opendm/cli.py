@@ -44,12 +44,17 @@ def check(words: list[str]) -> int:
     parser.add_argument("--no-model", action="store_true")
     parser.add_argument("--decode", action="store_true")
     parser.add_argument("--strict", action="store_true")
+    parser.add_argument("--manifest", metavar="PATH")
+    parser.add_argument("--write-manifest", metavar="PATH")
     known, flags = parser.parse_known_args(words)
     flags += ["--task", "check"]
     flags += ["--check-config.json-path", known.json] if known.json else []
     flags += ["--check-config.no-model"] if known.no_model else []
     flags += ["--check-config.decode"] if known.decode else []
     flags += ["--check-config.strict"] if known.strict else []
+    flags += ["--check-config.manifest", known.manifest] if known.manifest else []
+    write = known.write_manifest
+    flags += ["--check-config.write-manifest", write] if write else []
     return _run_experiment(known.exp, flags)
 
 
@@ -126,10 +131,12 @@ def tiny_checkpoint(arguments: argparse.Namespace) -> int:
     from opendm.data.formats import dataset_info, open_source
     from opendm.model.dm05.tiny import SIZES, build_tiny_checkpoint
 
-    info = dataset_info(arguments.dataset_name)
-    prompts = sorted(open_source(info["jsonl_dir"], columns=info.get("columns")).index.tasks)
+    outside = arguments.allow_outside_root
+    info = dataset_info(arguments.dataset_name, allow_outside_root=outside)
+    source = open_source(info["jsonl_dir"], columns=info.get("columns"), allow_outside_root=outside)
+    prompts = sorted(source.index.tasks)
     words = [f"{label} image:" for label in info["image_prompts"]] + [
-        f"Robot: {info['robot_type']}\nOverall speed: 0.5\nTask: ",
+        f"Robot: {info.get('robot_type') or 'Robot'}\nOverall speed: 0.5\nTask: ",
         "Overall States: 0 1",
         "States: 0",
     ]
@@ -205,7 +212,11 @@ def view(arguments: argparse.Namespace) -> int:
 
     mode = arguments.action_mode and ActionMode[arguments.action_mode.upper()]
     view_dataset(
-        arguments.dataset, arguments.output, chunk_size=arguments.chunk_size, action_mode=mode
+        arguments.dataset,
+        arguments.output,
+        chunk_size=arguments.chunk_size,
+        action_mode=mode,
+        allow_outside_root=arguments.allow_outside_root,
     )
     print(f"wrote {arguments.output}")
     return 0
@@ -220,7 +231,13 @@ def _add_data(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -
     page.add_argument("--output", type=Path, required=True, help="the HTML file")
     page.add_argument("--chunk-size", type=int, default=50, help="actions of a chunk")
     page.add_argument("--action-mode", choices=("relative", "absolute"), help="[as registered]")
+    _add_allow_outside(page)
     page.set_defaults(run=view)
+
+
+def _add_allow_outside(parser: argparse.ArgumentParser) -> None:
+    text = "allow image paths and links that leave the dataset's folders"
+    parser.add_argument("--allow-outside-root", action="store_true", help=text)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -257,6 +274,7 @@ def _parser() -> argparse.ArgumentParser:
     tiny.add_argument("--dataset-name", default="demo", help="whose prompts train the tokenizer")
     tiny.add_argument("--size", choices=("demo", "sim"), default="demo", help="of its pictures")
     tiny.add_argument("--seed", type=int, default=0, help="seed of the weights")
+    _add_allow_outside(tiny)
     tiny.set_defaults(run=tiny_checkpoint)
     return parser
 

@@ -23,6 +23,23 @@ class DataError(OpenDMError):
     exit_code = 3
 
 
+class PictureError(DataError):
+    """A file of pictures is missing, broken or too large, or lacks the frame that is asked for.
+
+    Args:
+        message: names file, frame and reason.
+        file: which one is bad; the same for all frames of a video.
+    """
+
+    def __init__(self, message: str, file: str) -> None:
+        super().__init__(message)
+        self.file = file
+
+    def __reduce__(self) -> tuple[type["PictureError"], tuple[str, str]]:
+        """Processes send each other both."""
+        return type(self), (str(self), self.file)
+
+
 class EngineError(OpenDMError):
     """The run did not get the distributed engine that it asked for."""
 

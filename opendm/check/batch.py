@@ -10,7 +10,7 @@ from opendm.check.episodes import spread_rows
 from opendm.check.problem import Problem
 from opendm.constants.precision import FP32_MIXED_PRECISION_POLICY
 from opendm.errors import DataError, OpenDMError
-from opendm.trainer.sampling import SampleKey, SeededCollator, SeededDataset
+from opendm.trainer.sampling import BAD_PICTURES, SampleKey, SeededCollator, SeededDataset
 
 if TYPE_CHECKING:
     from opendm.check.run import CheckedRun
@@ -40,6 +40,7 @@ def make_batch(dataset: Any, collator: Any, size: int) -> dict[str, torch.Tensor
     batch = SeededCollator(collator)([samples[SampleKey(EPOCH, row)] for row in rows])
     if isinstance(batch, OpenDMError):
         raise batch
+    batch.pop(BAD_PICTURES, None)  # a finding of the pictures' own check
     return batch
 
 

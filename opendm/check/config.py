@@ -13,5 +13,9 @@ class DM05CheckConfig:
     """Put one batch through the model, in ``opendm check``."""
     decode: bool = False
     """Decode every picture and video, not only their headers."""
+    manifest: str = ""
+    """Compare all files with this manifest (see write-manifest, or of sha256sum)."""
+    write_manifest: str = ""
+    """Write size and SHA-256 of all files into this one, if no error was found."""
     strict: bool = False
     """Let warnings stop a run, too."""

@@ -190,4 +190,4 @@ def check_picture(frame: dict[str, Any], key: str) -> Iterator[Finding]:
         if type(number) is not int or number < 0:
             given = f"{number!r:.40}" if "frame_idx" in picture else "missing"
             reason = f"is {given}; expected a whole number of 0 or more"
-            yield Finding(f"{key}.frame_idx", reason, "frame_index")
+            yield Finding(f"{key}.frame_idx", reason, "frame_number")

@@ -29,6 +29,11 @@ FORK_FILES: Final = 2000
 JPEG_END: Final = b"\xff\xd9"
 TAIL_BYTES: Final = 1024
 """Cameras append little to a JPEG; its end marker lies in these bytes."""
+REPLACED_CODES: Final = frozenset({
+    "picture_missing", "picture_file", "picture_empty", "picture_corrupt", "picture_large",
+    "picture_truncated", "frame_index",
+})  # fmt: skip
+"""Problems of a file; in skip mode training draws other samples in place of those that use it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +69,14 @@ def check_pictures(uses: Mapping[str, PictureUse], rules: PictureRules) -> list[
     context = multiprocessing.get_context("fork")
     with ProcessPoolExecutor(NUM_PROCESSES, context) as pool:
         return _found(pool.map(work, items, chunksize=256))
+
+
+def as_replaced(problems: Sequence[Problem], num_files: int) -> list[Problem]:
+    """Warnings in place of the errors that skip mode gets along with, unless all files are bad."""
+    num_bad = sum(problem.code in REPLACED_CODES for problem in problems)
+    if num_bad == num_files:
+        return list(problems)
+    return [p.as_warning() if p.code in REPLACED_CODES else p for p in problems]
 
 
 def _found(results: Iterable[Problem | None]) -> list[Problem]:
@@ -126,7 +139,7 @@ def check_image_stream(file: BufferedReader | BytesIO, name: str, *, decode: boo
             image = Image.open(file)
     except Image.DecompressionBombError as error:
         raise BadPicture(f"file {name} is too large: {error}", "picture_large") from error
-    except (OSError, ValueError, SyntaxError, TypeError) as error:
+    except Exception as error:  # of damaged files every decoder of Pillow raises something else
         raise BadPicture(f"{name} is no picture that can be read", "picture_corrupt") from error
     if image.width * image.height > MAX_PIXELS:
         raise BadPicture(
@@ -139,7 +152,7 @@ def check_image_stream(file: BufferedReader | BytesIO, name: str, *, decode: boo
             image.load()
         elif image.format != "JPEG":
             image.verify()
-    except (OSError, ValueError, SyntaxError, EOFError) as error:
+    except Exception as error:
         raise BadPicture(f"file {name} is cut or damaged: {error}", "picture_truncated") from error
 
 

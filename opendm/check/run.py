@@ -1,6 +1,6 @@
 """``check``: everything that can be known before a run starts, in one pass; and its short form."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -13,7 +13,14 @@ from opendm.check.contents import camera_row, count_left_out, leave_out, read_co
 from opendm.check.copies import SplitEpisodes, check_copies
 from opendm.check.dims import check_dims
 from opendm.check.episodes import check_episodes, check_index, check_samples, num_samples
-from opendm.check.pictures import PictureRules, check_pictures, sample_pictures
+from opendm.check.manifest import DataFiles, check_manifest, list_files, write_manifest
+from opendm.check.pictures import (
+    REPLACED_CODES,
+    PictureRules,
+    as_replaced,
+    check_pictures,
+    sample_pictures,
+)
 from opendm.check.problem import Problem
 from opendm.check.report import CheckReport
 from opendm.check.statistics import check_statistics
@@ -26,8 +33,7 @@ from opendm.trainer.config import DM05TrainerConfig
 
 NUM_SAMPLED: Final = 8
 """Records whose pictures the short form looks at."""
-
-Show = Callable[[str], None]
+SKIP_FLAG: Final = "--data-config.bad-records skip"
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +66,11 @@ class CheckedRun:
         """The registration's fields, of one dataset."""
         return self.data._dataset_info()  # noqa: SLF001 - the public hook
 
+    @property
+    def skips(self) -> bool:
+        """Whether bad records are left out and samples with bad pictures replaced."""
+        return self.data.bad_records == "skip"
+
     def rules(self, *, decode: bool = False) -> PictureRules:
         """What is allowed for paths and pictures."""
         return PictureRules(
@@ -90,6 +101,7 @@ def check(run: CheckedRun, options: DM05CheckConfig) -> CheckReport:
     if report.counts.get("samples"):
         report.add(check_samples(report.counts["samples"], run.global_batch, run.name))
         report.add(check_statistics(run.data, run.model.chunk_size))
+    _check_manifest(run, options, report)
     if options.model and not report.errors:
         from opendm.check.batch import check_batch
 
@@ -98,6 +110,10 @@ def check(run: CheckedRun, options: DM05CheckConfig) -> CheckReport:
         if result.loss is not None:
             report.rows.append(("one batch", f"loss {result.loss:.4g}"))
             report.counts["loss"] = result.loss
+    if options.write_manifest and not report.errors:
+        files = _files(run, options)
+        write_manifest(Path(options.write_manifest), files)
+        report.rows.append(("manifest", f"{options.write_manifest} written: {_size(files)}"))
     return report
 
 
@@ -115,7 +131,10 @@ def check_briefly(run: CheckedRun) -> CheckReport:
         total += int(num_samples(selected.source.index, selected.episodes).sum())
         report.add(check_selection(part, selected))
         uses = sample_pictures(sampled_records(selected), part.info()["image_keys"])
-        report.add(check_pictures(uses, part.rules()))
+        problems = check_pictures(uses, part.rules())
+        # a few bad pictures of a small set say little about the others
+        num_files = max(len(uses), NUM_SAMPLED)
+        report.add(as_replaced(problems, num_files) if part.skips else problems)
     report.add(check_copies(splits))
     report.add(check_samples(total, run.global_batch, run.name))
     report.add(check_statistics(run.data, run.model.chunk_size))
@@ -154,7 +173,7 @@ def _check_files(
 ) -> Selection | None:
     """All files; then the index, of what is usable."""
     info, name = run.info(), run.data.dataset_name
-    root, skips = Path(info["jsonl_dir"]), run.data.bad_records == "skip"
+    root, skips = Path(info["jsonl_dir"]), run.skips
     contents = read_contents(info, name, run.rules(decode=options.decode), skip_bad=skips)
     selected, error = _open(run, has_errors=any(p.is_error for p in contents.problems))
     left_out = None
@@ -163,6 +182,9 @@ def _check_files(
         left_out = count_left_out(contents, root, index)
         if skips and contents.lines:
             leave_out(contents, root, index)
+    num_bad = sum(problem.code in REPLACED_CODES for problem in contents.problems)
+    if skips:
+        contents.problems = as_replaced(contents.problems, contents.num_pictures)
     report.add(contents.problems)
     if error is not None and not report.errors:
         report.add([Problem(name, "dataset", str(error), code="dataset")])
@@ -178,10 +200,34 @@ def _check_files(
         episodes=contents.num_episodes,
         frames=contents.num_frames,
         picture_files=contents.num_pictures,
+        bad_pictures=num_bad,
     )
+    if num_bad:
+        verb = "replaces" if skips else "would replace"
+        report.rows.append((SKIP_FLAG, f"{verb} the samples with {num_bad:,} bad pictures"))
     if selected is not None and left_out is not None:
         _count_usable(selected, left_out, report, skips=skips)
     return selected
+
+
+def _check_manifest(run: CheckedRun, options: DM05CheckConfig, report: CheckReport) -> None:
+    if not options.manifest:
+        return
+    files = _files(run, options)
+    problems = list(check_manifest(Path(options.manifest), files))
+    report.add(problems)
+    verdict = f"{len(problems)} differences" if problems else "no difference"
+    report.rows.append(("manifest", f"{verdict}; {_size(files)} in {files.base}"))
+
+
+def _files(run: CheckedRun, options: DM05CheckConfig) -> DataFiles:
+    infos = [part.info() for part in run.parts()]
+    folders = [info[key] for info in infos for key in ("jsonl_dir", "image_dir")]
+    return list_files(folders, leave_out=[options.manifest, options.write_manifest])
+
+
+def _size(files: DataFiles) -> str:
+    return f"{len(files.sizes):,} files, {files.num_bytes:,} bytes"
 
 
 def _count_usable(
@@ -199,7 +245,7 @@ def _count_usable(
     if frames or episodes:
         verb = "leaves" if skips else "would leave"
         text = f"{verb} out {frames:,} frames of {episodes:,} episodes"
-        report.rows.append(("--data-config.bad-records skip", text))
+        report.rows.append((SKIP_FLAG, text))
 
 
 def _open(run: CheckedRun, *, has_errors: bool) -> tuple[Selection | None, DataError | None]:

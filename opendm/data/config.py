@@ -70,7 +70,7 @@ class DM05DataConfig:
     allow_outside_root: bool = False
     """Allow image paths that leave the image folder."""
     bad_records: Annotated[Literal["refuse", "skip"], choice_flag("refuse", "skip")] = "refuse"
-    """What a record that cannot be used does: refuse the dataset, or end its episode before it."""
+    """What is bad ends the run, or is skipped: a record ends its episode, a picture is replaced."""
     index_root: str | None = None
     """Folder of the dataset indices; the user's cache folder by default."""
     verify_index: bool = False
@@ -252,6 +252,7 @@ class DM05DataConfig:
             info,
             source=selected.source,
             episodes=selected.episodes,
+            replaces_bad_pictures=self.bad_records == "skip",
         )
 
     def compute_norm_stats(self, chunk_size: int) -> Path:

@@ -1,5 +1,6 @@
 """``JsonlDataset``: one sample per frame of every episode of a folder."""
 
+import random
 from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate
@@ -8,7 +9,7 @@ from typing import Any, Final
 from opendm.data.formats import open_source
 from opendm.data.selection import numbers_in_index, usable_episodes
 from opendm.data.source import Source
-from opendm.errors import DataError
+from opendm.errors import DataError, PictureError
 
 Sample = dict[str, Any]
 Transform = Callable[[Sample], Sample]
@@ -16,6 +17,16 @@ Transform = Callable[[Sample], Sample]
 NOT_META: Final = (
     "jsonl_dir", "image_dir", "image_keys", "image_prompts", "columns", "action_mode", "episodes",
 )  # fmt: skip
+
+BAD_PICTURES: Final = "bad_pictures"
+"""Field of a sample that was drawn in place of others: file and error of each of these."""
+MAX_BAD_IN_A_ROW: Final = 32
+"""Samples with bad pictures after which a run ends: with half of all bad, one draw in 4e9."""
+
+PICTURE_ADVICE: Final = (
+    ". opendm check names all such pictures before a run; correct them, or let other samples be "
+    "drawn in their place by --data-config.bad-records skip"
+)
 
 
 class JsonlDataset:
@@ -32,6 +43,7 @@ class JsonlDataset:
         dataset_meta: the registration's fields.
         source: the folder, where it is open already.
         episodes: numbers in the source's index; None takes those of the registration, or all.
+        replaces_bad_pictures: draw another sample where a picture cannot be read.
 
     Raises:
         ConfigError: there is no episode of a given number.
@@ -47,10 +59,12 @@ class JsonlDataset:
         *,
         source: Source | None = None,
         episodes: Sequence[int] | None = None,
+        replaces_bad_pictures: bool = False,
     ) -> None:
         self.jsonl_dir = jsonl_dir
         self.transforms = transforms
         self.dataset_name = dataset_name or jsonl_dir
+        self.replaces_bad_pictures = replaces_bad_pictures
         meta = {} if dataset_meta is None else dataset_meta
         self.meta_data = {key: value for key, value in meta.items() if key not in NOT_META}
         if source is None:
@@ -72,6 +86,37 @@ class JsonlDataset:
         return place, index - (self._ends[place - 1] if place else 0)
 
     def __getitem__(self, index: int) -> Sample:
+        if not self.replaces_bad_pictures:
+            return self._sample(index)
+        try:
+            return self._sample(index)
+        except PictureError as error:
+            return self._replacement(index, error)
+
+    def _replacement(self, index: int, error: PictureError) -> Sample:
+        """Another sample, which follows from the index and torch's seed alone.
+
+        A run sets that seed for every draw, so that neither workers, ranks nor resuming matter.
+        """
+        import torch
+
+        draws = random.Random(f"{torch.initial_seed()}/{index}")
+        bad = [(error.file, str(error))]
+        while len(bad) < MAX_BAD_IN_A_ROW:
+            try:
+                sample = self._sample(draws.randrange(len(self)))
+            except PictureError as another:
+                bad.append((another.file, str(another)))
+            else:
+                return {**sample, BAD_PICTURES: bad}
+        raise DataError(
+            f"dataset {self.dataset_name!r}: {len(bad)} samples in a row, drawn at random, have "
+            f"pictures that cannot be read; the last: {bad[-1][1]}. So many are not replaced: "
+            "opendm check names them all; correct image_dir or the files, or leave their episodes "
+            "out"
+        )
+
+    def _sample(self, index: int) -> Sample:
         place, frame_index = self.locate(index)
         episode = self.episodes[place]
         sample = self.source.record(episode.number, frame_index)
@@ -85,6 +130,10 @@ class JsonlDataset:
             return sample
         try:
             return self.transforms(sample)
+        except PictureError as error:
+            where = self.source.location(episode.number, frame_index)
+            advice = "" if self.replaces_bad_pictures else PICTURE_ADVICE
+            raise PictureError(f"{where}: {error}{advice}", error.file) from error
         except DataError as error:
             if str(error).startswith(f"{episode.path}"):
                 raise  # names the file already

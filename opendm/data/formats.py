@@ -12,6 +12,7 @@ from opendm.data.index import FrameIndex
 from opendm.data.index_cache import Stamp, cached_index
 from opendm.data.jsonl_files import Listing, first_line, list_jsonl
 from opendm.data.jsonl_source import JsonlSource, scan_jsonl
+from opendm.data.read_once import once
 from opendm.data.selection import Episode, usable_episodes
 from opendm.data.source import Source
 from opendm.dataset.register import dataset_fields, is_registered
@@ -52,7 +53,29 @@ def open_source(
     Raises:
         DataError: the folder is missing, or a record is bad and ``skip_bad`` is not given.
     """
-    root = Path(root)
+    root, chosen = Path(root), tuple(sorted((columns or {}).items()))
+    return once(
+        ("source", root, chosen, skip_bad, index_root, verify, allow_outside_root),
+        lambda: _open(
+            root,
+            columns,
+            index_root,
+            skip_bad=skip_bad,
+            verify=verify,
+            allow_outside_root=allow_outside_root,
+        ),
+    )
+
+
+def _open(
+    root: Path,
+    columns: Mapping[str, str | None] | None,
+    index_root: "str | Path | None",
+    *,
+    skip_bad: bool,
+    verify: bool,
+    allow_outside_root: bool,
+) -> Source:
     mode = "skip" if skip_bad else "refuse"
     if (root / LEROBOT_INFO).is_file():
         from opendm.data.lerobot_source import LeRobotSource, scan_lerobot
@@ -67,7 +90,7 @@ def open_source(
         )
         _report(root, index)
         return LeRobotSource(root, index, columns)
-    listing = list_jsonl(root, allow_outside_root=allow_outside_root)
+    listing = _listing(root, allow_outside_root=allow_outside_root)
     index = cached_index(
         root,
         f"jsonl {mode}",
@@ -78,6 +101,13 @@ def open_source(
     )
     _report(root, index)
     return JsonlSource(root, index)
+
+
+def _listing(root: Path, *, allow_outside_root: bool) -> Listing:
+    return once(
+        ("listing", root, allow_outside_root),
+        lambda: list_jsonl(root, allow_outside_root=allow_outside_root),
+    )
 
 
 def find_episodes(root: "str | Path") -> list[Episode]:
@@ -155,7 +185,7 @@ def describe_folder(
         from opendm.data.lerobot_fields import describe_lerobot
 
         return describe_lerobot(root)
-    listing = list_jsonl(root, allow_outside_root=allow_outside_root)
+    listing = _listing(root, allow_outside_root=allow_outside_root)
     if not listing.files:
         raise DataError(f"{root} holds no dataset of a supported format: {SUPPORTED}")
     keys = _find_cameras(root, listing, skip_bad=skip_bad)

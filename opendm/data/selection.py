@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from opendm.data.read_once import once
 from opendm.data.source import Source
 from opendm.errors import ConfigError, DataError
 
@@ -39,6 +40,11 @@ def usable_episodes(source: Source, numbers: Sequence[int] | None = None) -> lis
         ConfigError: a number is not one of the source's episodes, or is given twice.
         DataError: nothing is left.
     """
+    chosen = None if numbers is None else tuple(numbers)
+    return list(once(("episodes", source, chosen), lambda: _usable(source, chosen)))
+
+
+def _usable(source: Source, numbers: Sequence[int] | None) -> list[Episode]:
     index = source.index
     given = range(len(index.episodes)) if numbers is None else numbers
     if numbers is not None:

@@ -52,6 +52,7 @@ class ViewedDataset:
     episodes: tuple[int, ...]
     chunk_size: int
     action_mode: ActionMode
+    allow_outside_root: bool = False
 
     @property
     def lengths(self) -> np.ndarray:
@@ -72,6 +73,7 @@ def view_dataset(
     chunk_size: int = 50,
     action_mode: ActionMode | None = None,
     index_root: "str | None" = None,
+    allow_outside_root: bool = False,
 ) -> None:
     """Write the page of a dataset.
 
@@ -81,20 +83,25 @@ def view_dataset(
         chunk_size: steps of the action chunks that are counted.
         action_mode: None takes the registration's; without one, relative where it can be.
         index_root: folder of the dataset indices.
+        allow_outside_root: as --data-config.allow-outside-root.
 
     Raises:
         ConfigError: the dataset is unknown.
         DataError: it cannot be read.
     """
-    info = dataset_info(name)
+    info = dataset_info(name, allow_outside_root=allow_outside_root)
     source = open_source(
-        info["jsonl_dir"], skip_bad=True, columns=info.get("columns"), index_root=index_root
+        info["jsonl_dir"],
+        skip_bad=True,
+        columns=info.get("columns"),
+        index_root=index_root,
+        allow_outside_root=allow_outside_root,
     )
     chosen = info.get("episodes")
     numbers = None if chosen is None else numbers_in_index(source, chosen)
     episodes = tuple(episode.number for episode in usable_episodes(source, numbers))
     mode = action_mode or _usual_mode(info)
-    dataset = ViewedDataset(name, info, source, episodes, chunk_size, mode)
+    dataset = ViewedDataset(name, info, source, episodes, chunk_size, mode, allow_outside_root)
     output.parent.mkdir(parents=True, exist_ok=True)
     partial = output.with_name(f".{output.name}.{os.getpid()}.partial")
     try:
@@ -242,7 +249,7 @@ def _strip(dataset: ViewedDataset, episode: int, key: str, frames: Sequence[int]
 
 def _figure(dataset: ViewedDataset, episode: int, key: str, frame: int) -> str:
     try:
-        source = _thumbnail(dataset.source.record(episode, frame), key, dataset.info["image_dir"])
+        source = _thumbnail(dataset, dataset.source.record(episode, frame), key)
         alt = escape(f"camera {key}, frame {frame}")
         picture = f'<img src="data:image/jpeg;base64,{source}" alt="{alt}">'
     except DataError as error:
@@ -250,10 +257,11 @@ def _figure(dataset: ViewedDataset, episode: int, key: str, frame: int) -> str:
     return f"<figure>{picture}<figcaption>frame {frame}</figcaption></figure>"
 
 
-def _thumbnail(record: Mapping[str, Any], key: str, image_dir: str) -> str:
+def _thumbnail(dataset: ViewedDataset, record: Mapping[str, Any], key: str) -> str:
     if not isinstance(record.get(key), dict):
         raise DataError(f"{key} is missing")
-    image = load_image(record[key], image_dir, allow_outside_root=False)
+    folder, outside = dataset.info["image_dir"], dataset.allow_outside_root
+    image = load_image(record[key], folder, allow_outside_root=outside)
     image.thumbnail((THUMBNAIL, THUMBNAIL))
     content = io.BytesIO()
     image.save(content, "JPEG", quality=80)

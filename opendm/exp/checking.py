@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -10,8 +11,12 @@ import transformers
 from opendm.check.problem import Problem
 from opendm.check.report import CheckReport
 from opendm.check.run import CheckedRun, check, check_briefly
+from opendm.data.read_once import read_once
 from opendm.errors import ConfigError, DataError
 from opendm.exp.policy_layout import policy_layout, robot_parts
+from opendm.exp.resume import checkpoint_to_continue
+from opendm.model.dm05.adapter_folder import is_adapter
+from opendm.model.dm05.config import DM05ModelConfig
 
 if TYPE_CHECKING:
     from opendm.exp.dm05_exp import DM05Exp
@@ -26,6 +31,17 @@ def checked_run(exp: "DM05Exp", world_size: int) -> CheckedRun:
     )
 
 
+def continued_model(exp: "DM05Exp") -> DM05ModelConfig:
+    """The model that training would begin with: a LoRA run goes on with its checkpoint's adapter.
+
+    That adapter proves a base that was moved; a new one could not.
+    """
+    folder = checkpoint_to_continue(exp.trainer_config) if exp.use_lora else None
+    if folder is None or not is_adapter(folder):
+        return exp.model_config
+    return replace(exp.model_config, model_name_or_path=str(folder))
+
+
 def check_experiment(exp: "DM05Exp", world_size: int = 1) -> None:
     """Print all findings, and write them as JSON where that was asked for.
 
@@ -34,8 +50,10 @@ def check_experiment(exp: "DM05Exp", world_size: int = 1) -> None:
         ConfigError: the JSON file cannot be written.
     """
     transformers.logging.set_verbosity_error()
-    report = check(checked_run(exp, world_size), exp.check_config)
-    report.add(check_layout(exp))
+    run = replace(checked_run(exp, world_size), model=continued_model(exp))
+    with read_once():
+        report = check(run, exp.check_config)
+        report.add(check_layout(exp))
     print(report.text())
     if exp.check_config.json_path:
         path = Path(exp.check_config.json_path)

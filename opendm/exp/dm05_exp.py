@@ -17,6 +17,7 @@ from opendm.errors import ConfigError, OpenDMError
 from opendm.failure import record_exception, record_failure
 from opendm.flags import choice_flag, unknown_flag
 from opendm.infer.config import DM05InferenceConfig
+from opendm.model.dm05.adapter_folder import check_output_folder
 from opendm.model.dm05.config import DM05ModelConfig
 from opendm.model.dm05.dm05_lora import DM05LoraConfig
 from opendm.optimizer.config import DM05OptimizerConfig
@@ -82,6 +83,7 @@ class DM05Exp:
         self.trainer_config.validate()
         self.model_config.validate(use_lora=bool(self.use_lora))
         self.data_config.validate()
+        check_output_folder(self.trainer_config.output_dir, use_lora=bool(self.use_lora))
 
     def run(self) -> None:
         """Run the task."""

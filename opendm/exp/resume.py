@@ -162,20 +162,13 @@ def find_checkpoint(
         )
     if config.overwrite:
         _remove_earlier_run(output_dir)
-    if config.resume == "never":
+    folder = checkpoint_to_continue(config)
+    if folder is None:
         _refuse_earlier_run(output_dir)
         return None
+    manifest = verify(folder)
     if config.resume != "auto":
-        folder = Path(config.resume)
-        manifest = verify(folder)
         _refuse_newer(output_dir, manifest.step)
-    else:
-        newest = newest_healthy(output_dir, logger.warning)
-        if newest is None:
-            _refuse_earlier_run(output_dir)
-            return None
-        _, folder = newest
-        manifest = verify(folder)
     if not (folder / STATE_FOLDER).is_dir():
         raise CheckpointError(
             f"{folder} holds weights and no state (--trainer-config.save-only-model); give it as "
@@ -191,6 +184,16 @@ def find_checkpoint(
     _check_same_data(manifest.hashes, hashes, folder)
     _check_same_step_size(saved, run, folder)
     return folder
+
+
+def checkpoint_to_continue(config: "DM05TrainerConfig") -> Path | None:
+    """The checkpoint that the flags of a run ask for; None to begin at step 0."""
+    if config.overwrite or config.resume == "never":
+        return None
+    if config.resume != "auto":
+        return Path(config.resume)
+    newest = newest_healthy(Path(config.output_dir), logger.warning)
+    return None if newest is None else newest[1]
 
 
 def _refuse_earlier_run(output_dir: Path) -> None:

@@ -15,6 +15,7 @@ import opendm
 from opendm.constants.precision import BF16_MIXED_PRECISION_POLICY, FP32_MIXED_PRECISION_POLICY
 from opendm.data.mixture import Mixture
 from opendm.data.processor import load_processor
+from opendm.data.read_once import read_once
 from opendm.data.stat_file import check_unchanged
 from opendm.errors import ConfigError, OpenDMError
 from opendm.exp.checking import check_before_training
@@ -42,6 +43,7 @@ from opendm.trainer.arguments import training_arguments
 from opendm.trainer.checkpointing import Checkpoints
 from opendm.trainer.engine import Engine, EngineName, fsdp_engine
 from opendm.trainer.interrupt import StopRequest
+from opendm.trainer.plan import RunPlan
 from opendm.trainer.rank_agreement import (
     code_facts,
     compare,
@@ -49,7 +51,7 @@ from opendm.trainer.rank_agreement import (
     flat_facts,
     parameter_facts,
 )
-from opendm.trainer.trainer import DMTrainer, RunPlan
+from opendm.trainer.trainer import DMTrainer
 from opendm.trainer.validation import held_out, validation_loss
 
 if TYPE_CHECKING:
@@ -74,7 +76,7 @@ def train(exp: "DM05Exp") -> None:
     """
     runtime = Runtime.from_env()
     with StopRequest(announce=runtime.world_size == 1) as stop:
-        with phase("loading", environment()):
+        with phase("loading", environment()), read_once():
             trainer = build_trainer(exp, runtime, stop)
         with phase("training", environment()):
             trainer.run()

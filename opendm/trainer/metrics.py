@@ -75,10 +75,16 @@ class StepLosses:
         """Add a micro-step's mean losses."""
         self._values.append(torch.stack([loss.detach().float(), fm_loss.detach().float()]))
 
-    def mean(self) -> tuple[float, float]:
-        """Mean loss and flow-matching loss over micro-steps and ranks."""
-        loss, fm_loss = mean_over_ranks(torch.stack(self._values).mean(dim=0)).tolist()
-        return loss, fm_loss
+    def mean(self, count: int = 0) -> tuple[float, float, int]:
+        """Mean loss and flow-matching loss over micro-steps and ranks, and ``count`` of all ranks.
+
+        One collective for all three; the sum is exact while it is small.
+        """
+        losses = torch.stack(self._values).mean(dim=0)
+        values = torch.cat([losses, losses.new_tensor([float(count)])])
+        loss, fm_loss, mean_count = mean_over_ranks(values).tolist()
+        world_size = dist.get_world_size() if dist.is_initialized() else 1
+        return loss, fm_loss, round(mean_count * world_size)
 
     def of_this_rank(self) -> list[float]:
         """Losses by micro-step."""

@@ -64,6 +64,7 @@ class StepRecorder:
         lr: float | None,
         nonfinite: str | None,
         dropped_steps: int,
+        replaced_samples: int,
         val_loss: float | None,
         step_s: float,
     ) -> None:
@@ -82,6 +83,7 @@ class StepRecorder:
             "step_s": step_s,
             "data_wait_s": wait_s,
             "dropped_steps": dropped_steps,
+            "replaced_samples": replaced_samples,
             "nonfinite": nonfinite,
             "val_loss": val_loss,
         })  # fmt: skip

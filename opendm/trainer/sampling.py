@@ -8,13 +8,17 @@ import hashlib
 import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 import torch
 from torch.utils.data import Dataset, Sampler
 
 from opendm.errors import OpenDMError
+
+BAD_PICTURES: Final = "bad_pictures"
+"""Field of a sample that was drawn in place of others: file and error of each of these. Of a batch:
+one such list per replaced draw; absent where nothing was replaced."""
 
 DrawOrder = Callable[[int, int], tuple[np.ndarray, np.ndarray]]
 """(seed, epoch) to the draws of that epoch: int64 ``[N]`` passes and rows, see `SampleKey`."""
@@ -130,7 +134,7 @@ class SeededDataset(Dataset[tuple[Any, int]]):
 
 
 class SeededCollator:
-    """Collate with the user's collator and add ``sample_seed`` ``[B]``."""
+    """Collate with the user's collator; add ``sample_seed`` ``[B]`` and what was replaced."""
 
     def __init__(self, collate: Callable[[Sequence[Any]], dict[str, Any]]) -> None:
         self.collate = collate
@@ -140,8 +144,14 @@ class SeededCollator:
         for sample in samples:
             if isinstance(sample, OpenDMError):
                 return sample
+        replaced = [
+            sample.pop(BAD_PICTURES)
+            for sample in samples
+            if isinstance(sample, dict) and BAD_PICTURES in sample
+        ]
         try:
             batch = self.collate(samples)
         except OpenDMError as error:
             return error
-        return {**batch, "sample_seed": torch.tensor([seed for _, seed in items])}
+        batch = {**batch, "sample_seed": torch.tensor([seed for _, seed in items])}
+        return {**batch, BAD_PICTURES: replaced} if replaced else batch

@@ -5,7 +5,6 @@ import math
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
@@ -20,7 +19,8 @@ from opendm.failure import phase
 from opendm.optimizer import MuonAdamW
 from opendm.optimizer.selection import canonical_name
 from opendm.runtime import environment
-from opendm.trainer.checkpointing import Checkpoints, estimated_bytes, is_rank_0, together
+from opendm.trainer.bad_pictures import BadPictures
+from opendm.trainer.checkpointing import estimated_bytes, is_rank_0, together
 from opendm.trainer.ema import Ema
 from opendm.trainer.engine import (
     Engine,
@@ -34,35 +34,16 @@ from opendm.trainer.engine import (
 from opendm.trainer.interrupt import StopRequest, outlive_signals
 from opendm.trainer.metrics import StepLosses
 from opendm.trainer.nonfinite import NONFINITE_FILE, NonFiniteGuard, all_finite, reason_of
+from opendm.trainer.plan import RunPlan
 from opendm.trainer.protocols import TrainableModel
 from opendm.trainer.recorder import StepRecorder
-from opendm.trainer.sampling import DrawOrder, SeededCollator, SeededDataset, StepSampler
+from opendm.trainer.sampling import SeededCollator, SeededDataset, StepSampler
 from opendm.trainer.train_state import load_train_state, read_counters, save_train_state
 
 logger = logging.getLogger(__name__)
 
 METRICS_FILE: Final = "metrics.jsonl"
 SaveArtifacts = Callable[[Path], None]
-
-
-@dataclass(frozen=True, slots=True)
-class RunPlan:
-    """What of a run is neither model nor data nor Hugging Face's."""
-
-    checkpoints: Checkpoints
-    resume_from: Path | None = None
-    """A healthy checkpoint with its state."""
-    save_only_model: bool = False
-    stops_at_nonfinite: bool = False
-    max_nonfinite_steps: int = 10
-    ema_decay: float = 0.0
-    validate: Callable[[nn.Module], float] | None = None
-    """Loss of a wrapped model on held-out episodes."""
-    draw_order: DrawOrder | None = None
-    """Of a mixture's samples; None draws every sample once per epoch."""
-    eval_steps: int = 0
-    keep_rates: bool = False
-    """Continue with this run's rates and schedule instead of the checkpoint's."""
 
 
 class DMTrainer(Trainer):
@@ -115,6 +96,7 @@ class DMTrainer(Trainer):
         self._ema: Ema | None = None
         self._recorder: StepRecorder | None = None
         self._losses = StepLosses()
+        self._bad_pictures = BadPictures()
         self._step_loss = (math.nan, math.nan)
         self._nonfinite: str | None = None
         super().__init__(
@@ -212,6 +194,7 @@ class DMTrainer(Trainer):
         for batch in batches:
             if isinstance(batch, OpenDMError):
                 raise batch
+            self._bad_pictures.take_from(batch)
         return batches, count
 
     def _get_num_items_in_batch(self, *_args: Any, **_kwargs: Any) -> None:
@@ -235,7 +218,9 @@ class DMTrainer(Trainer):
     def _clip_grad_norm(self, model: nn.Module) -> Tensor:
         """Clip, and decide on all ranks alike whether the step is taken."""
         norm = self.engine.clip_grad_norm(model, self.args.max_grad_norm)
-        self._step_loss = self._losses.mean()
+        loss, fm_loss, num_replaced = self._losses.mean(self._bad_pictures.take_new())
+        self._step_loss = (loss, fm_loss)
+        self._bad_pictures.num_replaced += num_replaced
         self._nonfinite = reason_of(self._step_loss[0], float(norm))
         mark_skipped(self.optimizer, skipped=self._nonfinite is not None)
         if self._nonfinite is None:
@@ -285,6 +270,7 @@ class DMTrainer(Trainer):
             lr=lr,
             nonfinite=self._nonfinite,
             dropped_steps=self.guard.num_dropped,
+            replaced_samples=self._bad_pictures.num_replaced,
             val_loss=val_loss,
             step_s=step_s,
         )
@@ -353,6 +339,7 @@ class DMTrainer(Trainer):
             "samples": self._sampler.samples_before(step),
             "num_dropped": self.guard.num_dropped,
             "in_a_row": self.guard.in_a_row,
+            "num_replaced": self._bad_pictures.num_replaced,
         }
         save_train_state(
             folder, model, inner(self.optimizer), self.lr_scheduler, counters, ema=self._averages()
@@ -370,6 +357,8 @@ class DMTrainer(Trainer):
         self.state.global_step = self._counters["step"]
         self.guard.num_dropped = self._counters["num_dropped"]
         self.guard.in_a_row = self._counters["in_a_row"]
+        # checkpoints of earlier versions do not have it
+        self._bad_pictures.num_replaced = self._counters.get("num_replaced", 0)
         logger.info("resumed %s at step %d", folder, self.state.global_step)
 
     def save_model(self, output_dir: str | None = None, *_args: Any, **_kwargs: Any) -> None:
@@ -386,6 +375,7 @@ class DMTrainer(Trainer):
         """
         try:
             self.train()
+            self._bad_pictures.report()
             if self._interrupted:
                 self.stop.stop(f"checkpoint-{self.state.global_step}")
             self.save_model()

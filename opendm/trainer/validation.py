@@ -4,19 +4,23 @@ Noise, time and every other draw of a sample come from (seed, row) alone, each s
 and the mean is over samples, not over batches.
 """
 
+import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Final
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from opendm.errors import OpenDMError
+from opendm.trainer.bad_pictures import BadPictures
 from opendm.trainer.engine import Engine, autocast, free_gathered
 from opendm.trainer.interrupt import outlive_signals
 from opendm.trainer.sampling import SampleKey, SeededCollator, SeededDataset
+
+logger = logging.getLogger(__name__)
 
 VALIDATION_EPOCH: Final = -1
 """Epoch of the sample keys: training counts from 0, so no draw is shared with it."""
@@ -32,6 +36,8 @@ class HeldOut:
     """Samples of this rank that count."""
     num_samples: int
     """Samples of all ranks."""
+    bad_pictures: BadPictures = field(default_factory=BadPictures)
+    """Those that were met in place of samples of this rank."""
 
 
 def rank_batches(
@@ -96,18 +102,28 @@ def validation_loss(model: nn.Module, samples: HeldOut, engine: Engine) -> float
     """
     was_training = model.training
     model.eval()
-    losses = []
+    losses: list[Tensor] = []
+    num_seen = 0
     try:
         for batch in samples.loader:
             if isinstance(batch, OpenDMError):
                 raise batch
+            samples.bad_pictures.take_from(batch, is_counted=num_seen < samples.num_counted)
             inputs = {key: value.to(engine.device) for key, value in batch.items()}
             with autocast(engine)():
                 losses.append(model(**inputs)["per_sample_loss"])
+            num_seen += len(losses[-1])
     finally:
         free_gathered(model)  # no backward pass follows that would
         model.train(was_training)
     total = torch.cat(losses)[: samples.num_counted].double().sum()
+    totals = torch.stack([total, total.new_tensor(samples.bad_pictures.take_new())])
     if dist.is_initialized():
-        dist.all_reduce(total)
-    return total.item() / samples.num_samples
+        dist.all_reduce(totals)
+    loss, num_replaced = totals.tolist()
+    if num_replaced:
+        logger.info(
+            "validation: %d of %d samples were replaced, since pictures are bad",
+            num_replaced, samples.num_samples,
+        )  # fmt: skip
+    return loss / samples.num_samples

@@ -139,6 +139,24 @@ def test_a_problem_that_skip_mode_would_keep_stays_an_error(checked, folder):
     assert [problem.where for problem in look(skips).errors] == [f"{folder}/e0.jsonl:3"]
 
 
+def test_skip_mode_warns_of_bad_pictures_unless_all_are_bad(checked, folder):
+    skips = replace(checked, data=replace(checked.data, bad_records="skip"))
+    bad = [folder / "images" / f"{episode}_6_images_2.jpg" for episode in range(4)]
+    contents = (None, b"", b"no picture", bad[3].read_bytes()[:300])
+    for path, content in zip(bad, contents, strict=True):
+        path.unlink() if content is None else path.write_bytes(content)
+    for report in (look(skips), check_briefly(skips)):
+        assert report.errors == []
+        named = [p.where for p in report.warnings if p.code.startswith("picture")]
+        assert named == [f"{folder}/e{episode}.jsonl:7" for episode in range(4)]
+    assert look(skips).counts["bad_pictures"] == 4
+    assert len(look(checked).errors) == len(check_briefly(checked).errors) == 4
+    for path in folder.glob("images/*"):
+        path.write_bytes(b"")
+    assert len(look(skips).errors) == 2 * 4 * FRAMES
+    assert len(check_briefly(skips).errors) == 8
+
+
 def make_exp(checked, **options):
     return DM05Exp(
         task="check",

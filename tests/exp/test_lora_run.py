@@ -1,13 +1,16 @@
-"""``--use-lora`` in whole runs: engines, files, going on, and bases that do not fit. About 90 s."""
+"""``--use-lora`` in whole runs: engines, files, going on, and bases that do not fit. About 60 s."""
 
 import json
+import os
 import shutil
+import signal
 import time
 
 import numpy as np
 import pytest
 import torch
-from run_ranks import assert_same_metrics, experiment, interrupted_at, metrics, run_ranks
+from lora_runs import ENGINES, exit_codes, lora_run
+from run_ranks import Ranks, assert_same_metrics, interrupted_at, metrics, run_ranks
 from safetensors.torch import load_file
 
 from opendm.cli import main
@@ -15,43 +18,12 @@ from opendm.exp.dm05_exp import run
 from opendm.infer import serve
 from opendm.infer.policy import Observation, Policy
 from opendm.model.dm05.adapter_folder import file_hash, weights_hash
-from opendm.model.dm05.dm05_lora import DM05LoraConfig
+from opendm.trainer.trainer import DMTrainer
 
-ENGINES = {
-    "single": (1, {}),
-    "ddp": (2, {"trainer_config__fsdp1": False}),
-    "fsdp1": (2, {}),
-    "fsdp1_full": (
-        2,
-        {
-            "trainer_config__fsdp_sharding_strategy": "full_shard",
-            "trainer_config__fsdp_wrap": "per_layer",
-        },
-    ),
-    "fsdp2": (2, {"trainer_config__fsdp_version": 2}),
-}
 ADAPTER_FILES = {
     "adapter_config.json", "adapter_model.safetensors", "base_model.json", "norm_stats.json",
     "opendm.json", "tokenizer.json", "processor_config.json",
 }  # fmt: skip
-
-
-def lora_run(base, folder, engine="single", *, lora=None, **changes):
-    world_size, how = ENGINES[engine]
-    exp = experiment(
-        base, folder,
-        trainer_config__num_train_steps=3,
-        trainer_config__per_device_train_batch_size=4 // world_size,
-        model_config__lora_config=DM05LoraConfig(**{"r": 4} | (lora or {})),
-        **how | changes,
-    )  # fmt: skip
-    exp.use_lora = True
-    return exp
-
-
-def exit_codes(exp, engine, tmp_path):
-    world_size = ENGINES[engine][0]
-    return {run(exp)} if world_size == 1 else set(run_ranks(exp, world_size, tmp_path))
 
 
 @pytest.fixture(scope="module")
@@ -65,12 +37,23 @@ def base(tiny_checkpoint, place):
     return shutil.copytree(tiny_checkpoint, place / "base")
 
 
+class Runs(dict):
+    """Folders of three steps by engine; each is run when a test first asks for it."""
+
+    def __init__(self, base, place):
+        super().__init__()
+        self.base, self.place = base, place
+
+    def __missing__(self, engine):
+        folder = self.place / engine
+        assert exit_codes(lora_run(self.base, folder, engine), engine, self.place) == {0}
+        self[engine] = folder
+        return folder
+
+
 @pytest.fixture(scope="module")
 def runs(base, place):
-    """Folders of three steps, by engine."""
-    for engine in ENGINES:
-        assert exit_codes(lora_run(base, place / engine, engine), engine, place) == {0}
-    return {engine: place / engine for engine in ENGINES}
+    return Runs(base, place)
 
 
 def base_of(folder):
@@ -113,16 +96,39 @@ def test_a_run_ends_with_an_adapter_and_no_copy_of_the_base(engine, runs, base):
     assert summary["adapter_total"] == sum(tensor.numel() for tensor in saved.values())
 
 
-@pytest.mark.parametrize("engine", ["single", "fsdp1"])
-def test_a_resumed_adapter_ends_bit_for_bit_where_the_run_did(engine, runs, base, tmp_path):
-    folder = interrupted_at(2, runs[engine], tmp_path / "resumed")
-    moved = {}
-    if engine == "single":  # the base may be elsewhere by then
-        moved = {"base_model": str(shutil.copytree(base, tmp_path / "moved"))}
-    assert exit_codes(lora_run(base, folder, engine, lora=moved), engine, tmp_path) == {0}
-    assert_same_metrics(folder, runs[engine])
+def test_a_resumed_adapter_ends_bit_for_bit_where_the_run_did_though_its_base_was_moved(
+    runs, base, tmp_path
+):
+    folder = interrupted_at(2, runs["single"], tmp_path / "resumed")
+    moved = base.rename(tmp_path / "moved")
+    try:
+        assert run(lora_run(base, folder, lora={"base_model": str(moved)})) == 0
+    finally:
+        moved.rename(base)
+    assert_same_run(folder, runs["single"])
+
+
+def test_a_killed_run_goes_on_to_the_adapter_of_one_that_was_not(runs, base, tmp_path):
+    exp = lora_run(base, tmp_path / "run", "ddp")
+    assert Ranks(exp, 2, tmp_path, die_in_step_3).wait() == [-signal.SIGKILL] * 2
+    assert not (tmp_path / "run" / "adapter_model.safetensors").exists()
+    assert run_ranks(exp, 2, tmp_path) == [0, 0]
+    assert_same_run(tmp_path / "run", runs["ddp"])
+
+
+def die_in_step_3(rank):
+    def end_step(trainer, step, *arguments):
+        if step == 3:
+            os.kill(os.getpid(), signal.SIGKILL)
+        original(trainer, step, *arguments)
+
+    original, DMTrainer._end_step = DMTrainer._end_step, end_step
+
+
+def assert_same_run(folder, expected):
+    assert_same_metrics(folder, expected)
     written = (folder / "adapter_model.safetensors").read_bytes()
-    assert written == (runs[engine] / "adapter_model.safetensors").read_bytes()
+    assert written == (expected / "adapter_model.safetensors").read_bytes()
 
 
 def test_a_run_that_starts_from_an_adapter_trains_that_adapter(runs, place):
@@ -138,6 +144,11 @@ def test_a_run_that_starts_from_an_adapter_trains_that_adapter(runs, place):
     assert {n for n in names if model.get_parameter(n).requires_grad} < model.adapter.names
     assert run(exp) == 0
     assert base_of(place / "on") == base_of(runs["fsdp1"])
+    ranks = lora_run(runs["fsdp1"], place / "on_ranks", "fsdp2")
+    assert run_ranks(ranks, 2, place) == [0, 0]
+    assert_same_metrics(place / "on_ranks", place / "on", rel=1e-5)
+    assert metrics(place / "on")[0]["loss"] != metrics(runs["fsdp1"])[0]["loss"]
+    assert base_of(place / "on_ranks") == base_of(runs["fsdp1"])
 
 
 def test_an_adapter_is_never_trained_as_a_merged_full_model(runs, tmp_path, capsys):
@@ -204,6 +215,33 @@ def test_a_fresh_run_has_no_base_to_move(base, tiny_checkpoint, tmp_path, capsys
     error = refusal(exp, capsys)
     assert f"--model-config.lora-config.base-model {base} says where" in error
     assert str(tiny_checkpoint) in error
+
+
+def test_the_check_of_a_run_that_goes_on_takes_the_base_from_where_it_was_moved_to(
+    runs, base, tmp_path, capsys
+):
+    folder = interrupted_at(2, runs["single"], tmp_path / "resumed")
+    moved = shutil.copytree(base, tmp_path / "moved")
+    altered = shutil.copytree(base, tmp_path / "altered")
+    with (altered / "model.safetensors").open("ab") as file:
+        file.write(b"0")
+    exp = lora_run(base, folder, lora={"base_model": str(moved)})
+    exp.task = "check"
+    assert run(exp) == 0, capsys.readouterr()
+    assert "one batch" in capsys.readouterr().out
+    exp.model_config.lora_config.base_model = str(altered)
+    assert f"{altered} is not the base of the adapter" in refusal(exp, capsys)
+    exp.trainer_config.resume = "never"
+    assert "starts a new adapter" in refusal(exp, capsys)
+
+
+def test_a_folder_of_the_other_kind_is_not_written_into(runs, base, tmp_path, capsys):
+    full = lora_run(base, shutil.copytree(runs["single"], tmp_path / "adapter"))
+    full.use_lora, full.trainer_config.overwrite = False, True
+    assert "adapter holds an adapter (adapter_config.json)" in refusal(full, capsys)
+    own = lora_run(base, shutil.copytree(base, tmp_path / "base"))
+    assert "base holds a full checkpoint (model.safetensors)" in refusal(own, capsys)
+    assert not (tmp_path / "base" / "run.json").exists()
 
 
 @pytest.mark.parametrize("what", ["altered weights", "summary in a file", "summary is a folder"])

@@ -14,7 +14,7 @@ from opendm.exp.dm05_exp import DM05DataConfig, DM05Exp, DM05OptimizerConfig, ru
 REPOSITORY = Path(__file__).parents[2]
 METRICS = {
     "step", "loss", "fm_loss", "grad_norm", "lr", "samples_per_s", "step_s", "data_wait_s",
-    "dropped_steps", "nonfinite", "val_loss",
+    "dropped_steps", "replaced_samples", "nonfinite", "val_loss",
 }  # fmt: skip
 FULL_FLOAT32 = ["--model-config.no-bf16", "--trainer-config.no-bf16"]
 

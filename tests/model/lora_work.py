@@ -1,16 +1,33 @@
-"""What each process of a two-process LoRA test does. Imported by forked workers only."""
+"""What each process of a LoRA test of several does. Imported by forked workers only."""
+
+from typing import NamedTuple
 
 import torch
 
 from opendm.model.dm05.dm05_lora import DM05LoraConfig, apply_lora_to_dm05_model
 from opendm.model.dm05.tiny import random_model, tiny_config
 from opendm.optimizer.config import DM05OptimizerConfig
-from opendm.trainer.engine import Engine, autocast, gather_weights
+from opendm.trainer.engine import Engine, autocast, clean_name, gather_weights
+
+
+class Case(NamedTuple):
+    """How the model is cut, and in which dtype its base is."""
+
+    engine: str = "fsdp1"
+    strategy: str = "shard_grad_op"
+    preset: str = "published"
+    dtype: torch.dtype | None = None
+
 
 CASES = {
-    "float32": ("shard_grad_op", "published", None),
-    "bfloat16": ("shard_grad_op", "published", torch.bfloat16),
-    "full shards by layer": ("full_shard", "per_layer", None),
+    "float32": Case(),
+    "bfloat16": Case(dtype=torch.bfloat16),
+    "full shards by layer": Case("fsdp1", "full_shard", "per_layer"),
+}
+HYBRID = {
+    "FSDP1": Case("fsdp1", "hybrid_shard"),
+    "FSDP2": Case("fsdp2", "hybrid_shard", "per_layer"),
+    "FSDP1 in bfloat16": Case("fsdp1", "hybrid_shard", "per_layer", torch.bfloat16),
 }
 
 
@@ -42,19 +59,19 @@ def build(base, dtype, *, on_meta):
     return apply_lora_to_dm05_model(model, config, base, seed=3, base_sha256="")
 
 
-def two_steps(case, base, rank, *, on_meta):
-    """Loss and gradient norm by step, and the adapter after them, byte by byte."""
-    strategy, preset, dtype = CASES[case]
+def two_steps(case, base, rank, world_size, *, on_meta=False):
+    """Loss and gradient norm by step, the adapter after them, and the dtypes of the base."""
+    dtype = case.dtype
     engine = Engine(
-        "fsdp1", torch.device("cpu"), dtype, dtype is not None, strategy, preset,
+        case.engine, torch.device("cpu"), dtype, dtype is not None, case.strategy, case.preset,
         ranks_per_node=2, frozen_as_loaded=True,
     )  # fmt: skip
     model = build(base, dtype, on_meta=on_meta)
     names = model.adapter.names
-    wrapped = engine.wrap(model, model.fsdp_wrap_modules(preset))
+    wrapped = engine.wrap(model, model.fsdp_wrap_modules(case.preset))
     engine.assert_got(wrapped)
     optimizer = DM05OptimizerConfig(base_lr=1e-3).build_optimizer(wrapped)
-    batch = {key: value[rank::2] for key, value in small_batch().items()}
+    batch = {key: value[rank::world_size] for key, value in small_batch().items()}
     record = []
     for _ in range(2):
         with autocast(engine)():
@@ -65,12 +82,19 @@ def two_steps(case, base, rank, *, on_meta):
         optimizer.zero_grad()
         record.append((float(loss.detach()), float(norm)))
     weights = gather_weights(wrapped, keep=rank == 0, names=names)
-    return record, {name: tensor.numpy().tobytes() for name, tensor in weights.items()}
+    named = wrapped.named_parameters()
+    of_base = {str(p.dtype)[6:] for name, p in named if clean_name(name) not in names}
+    return record, {name: tensor.numpy() for name, tensor in weights.items()}, of_base
 
 
 def read_by_all_and_by_one(rank, base):
     """By case: what comes of a start where all ranks have weights, and where rank 0 alone has."""
     return {
-        case: [two_steps(case, base, rank, on_meta=on_meta) for on_meta in (False, rank > 0)]
-        for case in CASES
+        name: [two_steps(case, base, rank, 2, on_meta=on_meta) for on_meta in (False, rank > 0)]
+        for name, case in CASES.items()
     }
+
+
+def hybrid(rank, base):
+    """By case: what comes of two nodes of two ranks, of which rank 0 alone has read weights."""
+    return {name: two_steps(case, base, rank, 4, on_meta=rank > 0) for name, case in HYBRID.items()}

@@ -2,6 +2,7 @@
 
 import json
 import logging
+import re
 import shutil
 
 import pytest
@@ -101,6 +102,15 @@ def other(name):
     return lambda folder: shutil.copy(folder.parent / "other" / name, folder / name)
 
 
+def base_file(name):
+    return lambda folder: shutil.copy(folder.parent / "base" / name, folder / name)
+
+
+def replace_by_other(folder):
+    shutil.rmtree(folder)
+    shutil.copytree(folder.parent / "other", folder)
+
+
 def anew(**how):
     def change(folder):
         shutil.rmtree(folder)
@@ -129,7 +139,14 @@ FAULTS = {
     ),
     "base: no config": ("base", gone("config.json"), "is not a checkpoint folder"),
     "base: gone": ("base", shutil.rmtree, "if it was moved"),
-    "base: an adapter": ("base", other(CONFIG), "is itself an adapter"),
+    "base: an adapter": ("base", replace_by_other, "is itself an adapter"),
+    "base: an adapter, too": ("base", other(CONFIG), r"base holds an adapter \(adapter_config"),
+    "adapter: a full checkpoint, too": (
+        "adapter", base_file("model.safetensors"), r"a full checkpoint \(model.safetensors\)",
+    ),
+    "adapter: a sharded checkpoint, too": (
+        "adapter", text("model.safetensors.index.json", b"{}"), "either could be meant",
+    ),
     "weights: one bit": ("adapter", flip(WEIGHTS), "not as it was written"),
     "weights: cut short": ("adapter", cut(WEIGHTS), "not as it was written"),
     "weights: gone": ("adapter", gone(WEIGHTS), "cannot be read"),
@@ -224,6 +241,18 @@ def test_a_new_adapter_names_its_base_in_one_place(place, tmp_path):
     ):
         with pytest.raises(ConfigError, match=r"lora-config\.base-model .*B says where"):
             start()
+
+
+def test_a_base_that_is_not_there_is_named_by_its_flag(place):
+    base, gone = str(place / "base"), str(place / "gone")
+    for given, moved_to, expected in (
+        (base, gone, f"lora-config.base-model '{gone}' is not a checkpoint folder"),
+        (gone, None, "was moved, say where it is: --model-config.lora-config.base-model"),
+    ):
+        config = DM05ModelConfig(given, lora_config=DM05LoraConfig(base_model=moved_to))
+        with pytest.raises(CheckpointError, match=re.escape(expected)):
+            config.validate(use_lora=True)
+    DM05ModelConfig(gone, lora_config=DM05LoraConfig(base_model=base)).validate(use_lora=True)
 
 
 def test_a_full_checkpoint_has_no_base(place):

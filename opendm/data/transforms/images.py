@@ -14,7 +14,7 @@ from opendm.data.parquet_images import read_image_cell
 from opendm.data.paths import check_inside, resolve_path
 from opendm.data.source import EpisodeFrames
 from opendm.data.video import MAX_PIXELS, read_video_frame
-from opendm.errors import DataError
+from opendm.errors import DataError, PictureError
 
 __all__ = ["LoadHistory", "LoadImages", "PixelTransform", "load_image", "resolve_path"]
 
@@ -23,23 +23,21 @@ def load_image(record: dict[str, Any], image_dir: str, *, allow_outside_root: bo
     """An RGB picture from a record of type ``image``, ``video`` or ``parquet``.
 
     Raises:
-        DataError: the file is missing, broken, too large or outside; the message names it.
+        PictureError: the file is missing, broken or too large; the message names it.
+        DataError: the record is wrong, or its path leads out of the folder.
     """
     if not isinstance(record.get("url"), str):
         raise DataError(f"image record {record!r:.80} has no url; expected a path as a string")
     path = resolve_path(record["url"], image_dir, allow_outside_root=allow_outside_root)
-    if not path.is_file():
-        raise DataError(f"image file {path} does not exist; check image_dir and the record's url")
-    if not allow_outside_root:
-        check_inside(path, image_dir)
+    _check_file(path, image_dir, allow_outside_root=allow_outside_root)
     kind = record.get("type", "image")
     if kind == "image":
         return _decode(path, str(path))
     try:
         if kind == "video":
-            return read_video_frame(path, _number(record, "frame_idx"))
+            return _video_frame(path, _number(record, "frame_idx"))
         if kind == "parquet":
-            cell = read_image_cell(path, _number(record, "row"), record["column"])
+            cell = _parquet_cell(path, _number(record, "row"), record["column"])
         else:
             raise DataError(
                 f"image record {record!r:.80} has an unknown type; expected image, video or parquet"
@@ -52,6 +50,19 @@ def load_image(record: dict[str, Any], image_dir: str, *, allow_outside_root: bo
     return load_image(linked, image_dir, allow_outside_root=allow_outside_root)
 
 
+def _check_file(path: Path, image_dir: str, *, allow_outside_root: bool) -> None:
+    try:
+        is_file = path.is_file()
+    except OSError as error:  # the folder may not be read, or the name is too long
+        raise PictureError(f"image file {path} cannot be read: {error}", str(path)) from error
+    if not is_file:
+        raise PictureError(
+            f"image file {path} does not exist; check image_dir and the record's url", str(path)
+        )
+    if not allow_outside_root:
+        check_inside(path, image_dir)
+
+
 def _number(record: dict[str, Any], field: str) -> int:
     value = record[field]
     if isinstance(value, bool) or not isinstance(value, int) or value < 0:
@@ -59,18 +70,33 @@ def _number(record: dict[str, Any], field: str) -> int:
     return value
 
 
+def _video_frame(path: Path, number: int) -> Image.Image:
+    try:
+        return read_video_frame(path, number)
+    except DataError as error:
+        raise PictureError(str(error), str(path)) from error
+
+
+def _parquet_cell(path: Path, row: int, column: str) -> dict[str, Any]:
+    try:
+        return read_image_cell(path, row, column)
+    except DataError as error:
+        raise PictureError(str(error), str(path)) from error
+
+
 def _decode(file: "Path | io.BytesIO", name: str) -> Image.Image:
     try:
         with Image.open(file) as image:
-            if image.width * image.height > MAX_PIXELS:
-                raise DataError(
-                    f"image file {name} has {image.width} x {image.height} pixels; at most "
-                    f"{MAX_PIXELS} are read, so make it smaller"
-                )
-            image.load()
-            return image if image.mode == "RGB" else image.convert("RGB")
-    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
-        raise DataError(f"image file {name} cannot be decoded: {error}") from error
+            if image.width * image.height <= MAX_PIXELS:
+                image.load()
+                return image if image.mode == "RGB" else image.convert("RGB")
+    except Exception as error:  # of damaged files every decoder of Pillow raises something else
+        raise PictureError(f"image file {name} cannot be decoded: {error}", name) from error
+    raise PictureError(
+        f"image file {name} has {image.width} x {image.height} pixels; at most {MAX_PIXELS} are "
+        "read, so make it smaller",
+        name,
+    )
 
 
 class LoadImages:
@@ -141,6 +167,8 @@ class LoadHistory:
             return load_image(
                 record[self.image_key], self.image_dir, allow_outside_root=self.allow_outside_root
             )
+        except PictureError as error:
+            raise PictureError(f"history frame {index}: {error}", error.file) from error
         except DataError as error:
             raise DataError(f"history frame {index}: {error}") from error
 

@@ -12,13 +12,15 @@ from os import PathLike
 from pathlib import Path
 from typing import Any, Final
 
-from opendm.errors import CheckpointError
+from opendm.errors import CheckpointError, ConfigError
 
 logger = logging.getLogger(__name__)
 
 ADAPTER_CONFIG: Final = "adapter_config.json"
 ADAPTER_WEIGHTS: Final = "adapter_model.safetensors"
 BASE_FILE: Final = "base_model.json"
+FULL_WEIGHTS: Final = ("model.safetensors", "model.safetensors.index.json")
+"""What a full checkpoint has; named here for a process that imports no framework."""
 BASE_KEY: Final = "base_model_name_or_path"
 MOVED: Final = (
     "if it was moved, say where it is: --model-config.lora-config.base-model in training and "
@@ -64,8 +66,48 @@ class Adapter:
 
 
 def is_adapter(folder: "str | PathLike[str]") -> bool:
-    """Whether a folder holds an adapter instead of a full checkpoint."""
-    return (Path(folder) / ADAPTER_CONFIG).is_file()
+    """Whether a folder holds an adapter instead of a full checkpoint.
+
+    Raises:
+        CheckpointError: it holds both, of which each could be meant.
+    """
+    note = Path(folder) / ADAPTER_CONFIG
+    if not note.is_file():
+        return False
+    if full := full_weights(folder):
+        raise CheckpointError(
+            f"{folder} holds an adapter ({note.name}) and a full checkpoint ({full.name}), and "
+            f"either could be meant; move the files of one into a folder of its own: an adapter's "
+            f"are {ADAPTER_CONFIG}, {ADAPTER_WEIGHTS} and {BASE_FILE}"
+        )
+    return True
+
+
+def full_weights(folder: "str | PathLike[str]") -> Path | None:
+    """A file of a full checkpoint's weights in ``folder``, or None."""
+    return next((p for name in FULL_WEIGHTS if (p := Path(folder) / name).is_file()), None)
+
+
+def check_output_folder(folder: "str | PathLike[str]", *, use_lora: bool) -> None:
+    """Refuse a folder that the final weights of a run would make one of both kinds.
+
+    Args:
+        folder: where a run writes; it need not exist.
+        use_lora: whether that run trains an adapter.
+
+    Raises:
+        ConfigError: a file of the other kind is there.
+    """
+    note = Path(folder) / ADAPTER_CONFIG
+    found = full_weights(folder) if use_lora else note if note.is_file() else None
+    if found is not None:
+        kinds = ("a full checkpoint", "an adapter")
+        there, written = kinds if use_lora else reversed(kinds)
+        raise ConfigError(
+            f"--trainer-config.output-dir {folder} holds {there} ({found.name}), and this run "
+            f"(--use-lora {use_lora}) writes {written}: nobody could tell which is meant; name "
+            "another folder"
+        )
 
 
 def read_adapter_config(folder: Path) -> dict[str, Any]:

@@ -94,11 +94,24 @@ class DM05ModelConfig:
             )
         folder = self.base_folder(use_lora=use_lora)
         if not self.model_name_or_path or not (folder / "config.json").is_file():
-            raise CheckpointError(
-                f"--model-config.model-name-or-path {self.model_name_or_path!r} is not a "
-                "checkpoint folder (no config.json there); download a released checkpoint, or "
-                "make a tiny one with `opendm tiny-checkpoint`"
+            raise self._no_checkpoint(use_lora=use_lora)
+
+    def _no_checkpoint(self, *, use_lora: bool) -> CheckpointError:
+        moved_to = self.lora_config.base_model
+        if use_lora and moved_to:
+            return CheckpointError(
+                f"--model-config.lora-config.base-model {moved_to!r} is not a checkpoint folder "
+                "(no config.json there); name the folder where the adapter's base is now"
             )
+        moved = (
+            "; if the base of this run's adapter was moved, say where it is: "
+            "--model-config.lora-config.base-model"
+        )
+        return CheckpointError(
+            f"--model-config.model-name-or-path {self.model_name_or_path!r} is not a "
+            "checkpoint folder (no config.json there); download a released checkpoint, or "
+            f"make a tiny one with `opendm tiny-checkpoint`{moved if use_lora else ''}"
+        )
 
     def base_folder(self, *, use_lora: bool) -> Path:
         """Folder of the full checkpoint: ``model_name_or_path``, or the base of that adapter.
