@@ -6,6 +6,7 @@ import json
 import statistics
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, Final
 
 import numpy as np
@@ -19,7 +20,7 @@ from opendm.data.normalize import NormStats, NormStatsFile
 from opendm.infer.cuda_graphs import run_prefix
 from opendm.infer.layout import PolicyLayout
 from opendm.infer.limits import Limits
-from opendm.infer.policy import MODEL_INPUTS, Observation, Policy
+from opendm.infer.policy import MODEL_INPUTS, Observation, Policy, to_picture
 from opendm.infer.request import Contract, parse_infer
 from opendm.model.dm05.configuration import DM05Config
 from opendm.model.dm05.dm05_arch import DM05ForConditionalGeneration
@@ -140,7 +141,9 @@ def print_split(policy: Policy, num_steps: int, repeats: int, device: str) -> No
     """Time and operations of each part of a request."""
     body = request_body(len(policy.layout.image_keys), 0)
     contract = contract_of(policy, num_steps)
+    as_sent = replace(contract, shrink=lambda picture: picture)
     observation: Observation = parse_infer(body, contract).observation
+    pictures = parse_infer(body, as_sent).observation.images.values()
     prepared = policy.prepare(observation)
     batch = policy._collate([prepared.inputs])  # noqa: SLF001 - the parts of act_prepared
     inputs = {k: batch[k].to(device) for k in MODEL_INPUTS if batch.get(k) is not None}
@@ -149,7 +152,8 @@ def print_split(policy: Policy, num_steps: int, repeats: int, device: str) -> No
     x: Float[Tensor, "1 T A"] = torch.randn(1, 50, 32, device=device)
     times = torch.ones(1, dtype=torch.float64, device=device)
     parts: dict[str, tuple[Callable[[], object], int]] = {
-        "read, decode, resize": (lambda: parse_infer(body, contract), 1),
+        "read, decode": (lambda: parse_infer(body, as_sent), 1),
+        "resize": (lambda: [policy.shrink(to_picture("", one)) for one in pictures], 1),
         "tokenise": (lambda: policy.prepare(observation), 1),
         "vision": (lambda: encode_images(network.vlm, inputs["pixel_values"]), 1),
         "vision and prefix": (lambda: run_prefix(policy.model, inputs), 1),

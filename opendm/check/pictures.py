@@ -20,7 +20,8 @@ from PIL import Image
 from opendm.check.problem import Problem
 from opendm.check.records import PictureUse
 from opendm.data.paths import URL_SCHEME, check_inside, resolve_path
-from opendm.data.video import MAX_PIXELS, list_times, open_video
+from opendm.data.picture_size import size_fault
+from opendm.data.video import list_times, open_video
 from opendm.errors import DataError
 
 NUM_PROCESSES: Final = 2
@@ -141,12 +142,8 @@ def check_image_stream(file: BufferedReader | BytesIO, name: str, *, decode: boo
         raise BadPicture(f"file {name} is too large: {error}", "picture_large") from error
     except Exception as error:  # of damaged files every decoder of Pillow raises something else
         raise BadPicture(f"{name} is no picture that can be read", "picture_corrupt") from error
-    if image.width * image.height > MAX_PIXELS:
-        raise BadPicture(
-            f"file {name} has {image.width} x {image.height} pixels; at most {MAX_PIXELS} are "
-            "read, so make it smaller",
-            "picture_large",
-        )
+    if fault := size_fault(image.width, image.height):
+        raise BadPicture(f"file {name} {fault}", "picture_large")
     try:
         if decode or (image.format == "JPEG" and not _has_end(file)):
             image.load()

@@ -4,6 +4,7 @@ Pixels are those of Pillow's 8-bit resampling and blending, which released polic
 torch's resampling of 8-bit tensors is faster and differs by a step of 1/255 here and there.
 """
 
+import math
 from typing import Any, Final
 
 import torch
@@ -50,35 +51,124 @@ class ResizeToSquare(torch.nn.Module):
 
     def forward(self, image: Image.Image) -> Image.Image:
         """Return the picture, ``size`` pixels wide and high."""
-        square = (self.size, self.size)
         width, height = image.size
         if width <= height or image.mode != "RGB":
-            return self.pad(image).resize(square, Image.Resampling.BILINEAR)
-        # Pillow resamples across first and down then, so the bars can be added in between
-        narrow = image.resize((self.size, height), Image.Resampling.BILINEAR)
-        padded = Image.new("RGB", (self.size, width))
-        padded.paste(narrow, (0, (width - height) // 2))
-        return padded.resize(square, Image.Resampling.BILINEAR)
+            return self.pad(image).resize((self.size, self.size), Image.Resampling.BILINEAR)
+        return resize_between_bars(image, (width - height) // 2, width, self.size)
 
 
-class ColourJitter(v2.ColorJitter):
-    """torchvision's draws and Pillow's pixels; brightness and contrast through lookup tables."""
+class Sometimes(torch.nn.Module):
+    """A step that is taken with probability ``p``; torchvision's ``RandomApply``."""
 
-    def transform(self, inpt: Any, params: dict[str, Any]) -> Any:
+    def __init__(self, step: torch.nn.Module, p: float) -> None:
+        super().__init__()
+        self.step = step
+        self.p = p
+
+    def forward(self, image: Image.Image) -> Image.Image:
+        """Return the changed picture, or the same."""
+        return image if torch.rand(1) >= self.p else self.step(image)
+
+
+class RandomCrop(torch.nn.Module):
+    """A square of ``scale`` of a square picture's area, in its size again.
+
+    Draws and pixels of torchvision's ``RandomResizedCrop``, without resampling black bars across.
+    """
+
+    def __init__(self, scale: float) -> None:
+        super().__init__()
+        self.scale = scale
+
+    def forward(self, image: Image.Image) -> Image.Image:
+        """Return the picture, as large as before."""
+        size = image.width
+        scale = torch.empty(1).uniform_(self.scale, self.scale).item()
+        torch.empty(1).uniform_(0, 0)  # torchvision draws the ratio of the sides too
+        side = round(math.sqrt(size * size * scale))
+        top, left = (int(torch.randint(0, size - side + 1, size=(1,)).item()) for _ in range(2))
+        cropped = image.crop((left, top, left + side, top + side))
+        bounds = cropped.getbbox() if image.mode == "RGB" else None  # None where all is black
+        if bounds is None or bounds[3] - bounds[1] == side:
+            return cropped.resize((size, size), Image.Resampling.BILINEAR)
+        inner = cropped.crop((0, bounds[1], side, bounds[3]))
+        return resize_between_bars(inner, bounds[1], side, size)
+
+
+class RandomRotation(torch.nn.Module):
+    """Turn by up to ``degrees`` either way; draws and pixels of torchvision's."""
+
+    def __init__(self, degrees: float) -> None:
+        super().__init__()
+        self.degrees = degrees
+
+    def forward(self, image: Image.Image) -> Image.Image:
+        """Return the turned picture, black where nothing was."""
+        return image.rotate(torch.empty(1).uniform_(-self.degrees, self.degrees).item())
+
+
+def resize_between_bars(inner: Image.Image, top: int, side: int, size: int) -> Image.Image:
+    """The bilinear resize of a square picture with black bars, to ``size`` pixels wide and high.
+
+    Pillow resamples a square across first and down then, each time to 8 bits, so the bars can be
+    added in between; of the rows that it makes then, many are black and need not be made.
+
+    Args:
+        inner: RGB, what lies between the bars.
+        top: height of the upper bar.
+        side: of the whole picture.
+        size: of the result.
+    """
+    narrow = inner.resize((size, inner.height), Image.Resampling.BILINEAR)
+    padded = narrow.crop((0, -top, size, side - top))  # black where nothing was
+    start, stop = _rows_to_make(top, top + inner.height, side, size)
+    if stop - start == size:
+        return padded.resize((size, size), Image.Resampling.BILINEAR)
+    box = (0, start * side // size, size, stop * side // size)
+    rows = padded.resize((size, stop - start), Image.Resampling.BILINEAR, box)
+    return rows.crop((0, -start, size, size - start))
+
+
+def _rows_to_make(top: int, bottom: int, side: int, size: int) -> tuple[int, int]:
+    """Rows of the result that hold all that is not black.
+
+    They start and stop where a whole row of the picture does: there the filter's weights, which
+    Pillow rounds to 22 bits, are those of the whole picture.
+    """
+    scale = side / size
+    reach = max(scale, 1.0) + 1.0
+    step = size // math.gcd(size, side)
+    start = math.floor((top - reach) / scale - 0.5) // step * step
+    stop = -(-math.ceil((bottom + reach) / scale + 0.5) // step) * step
+    return max(start, 0), min(stop, size)
+
+
+class ColourJitter(torch.nn.Module):
+    """torchvision's draws and Pillow's pixels; brightness and contrast through lookup tables.
+
+    Args:
+        strengths: arguments of torchvision's ``ColorJitter``.
+    """
+
+    def __init__(self, **strengths: Any) -> None:
+        super().__init__()
+        self.plain = v2.ColorJitter(**strengths)
+
+    def forward(self, image: Image.Image) -> Image.Image:
         """The picture in its new colours; what is no RGB picture goes torchvision's way."""
-        if not isinstance(inpt, Image.Image) or inpt.mode != "RGB" or self.hue is not None:
-            return super().transform(inpt, params)
-        image, table = inpt, RAMP
-        for step in params["fn_idx"].tolist():
-            if step == BRIGHTNESS_STEP and self.brightness is not None:
-                table = _blend(0, table, params["brightness_factor"])
-            elif step == CONTRAST_STEP and self.contrast is not None:
+        if image.mode != "RGB" or self.plain.hue is not None:
+            return self.plain(image)
+        drawn, table = self.plain.make_params([]), RAMP
+        for step in drawn["fn_idx"].tolist():
+            if step == BRIGHTNESS_STEP and self.plain.brightness is not None:
+                table = _blend(0, table, drawn["brightness_factor"])
+            elif step == CONTRAST_STEP and self.plain.contrast is not None:
                 image = _look_up(image, table)
                 grey = int(ImageStat.Stat(image.convert("L")).mean[0] + 0.5)
-                table = _blend(grey, RAMP, params["contrast_factor"])
-            elif step == SATURATION_STEP and self.saturation is not None:
+                table = _blend(grey, RAMP, drawn["contrast_factor"])
+            elif step == SATURATION_STEP and self.plain.saturation is not None:
                 image, table = _look_up(image, table), RAMP
-                image = ImageEnhance.Color(image).enhance(params["saturation_factor"])
+                image = ImageEnhance.Color(image).enhance(drawn["saturation_factor"])
         return _look_up(image, table)
 
 
@@ -122,14 +212,8 @@ class TrainingTransformPipeline(TransformPipeline):
 
     def steps(self) -> list[torch.nn.Module]:
         """The transforms in order."""
-        size = (self.image_size, self.image_size)
-        crop = v2.RandomResizedCrop(size, scale=(CROP_SCALE, CROP_SCALE), ratio=(1.0, 1.0))
-        return [
-            *super().steps(),
-            v2.RandomApply([crop], p=self.p),
-            v2.RandomApply([v2.RandomRotation(ROTATION_DEGREES)], p=self.p),
-            v2.RandomApply([colour_jitter()], p=self.p),
-        ]
+        varied = (RandomCrop(CROP_SCALE), RandomRotation(ROTATION_DEGREES), colour_jitter())
+        return [*super().steps(), *(Sometimes(step, self.p) for step in varied)]
 
 
 class ColourTransformPipeline(TransformPipeline):
@@ -140,7 +224,7 @@ class ColourTransformPipeline(TransformPipeline):
 
     def steps(self) -> list[torch.nn.Module]:
         """The transforms in order."""
-        return [*super().steps(), v2.RandomApply([colour_jitter()], p=0.5)]
+        return [*super().steps(), Sometimes(colour_jitter(), p=0.5)]
 
 
 def colour_jitter() -> ColourJitter:

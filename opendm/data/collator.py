@@ -74,13 +74,17 @@ def as_float(pixels: torch.Tensor) -> torch.Tensor:
 
 
 def _join(parts: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The parts along their first axis, ``[sum, ...]``: uint8 if all are, otherwise float32."""
+    """The parts along their first axis, ``[sum, 3, H, W]``: uint8 if all are, otherwise float32.
+
+    Bytes have their channels last in memory, and keep them there, which makes the copy a plain one.
+    """
     if any(part.dtype != torch.uint8 for part in parts):
         parts = [as_float(part) for part in parts]
     if len({part.shape for part in parts}) > 1:
         return torch.cat(list(parts))
     # torch's own collation writes into shared memory in a worker, which saves a copy on the way out
-    return default_collate(list(parts)).flatten(0, 1)
+    rows = default_collate([part.permute(0, 2, 3, 1) for part in parts])
+    return rows.flatten(0, 1).permute(0, 3, 1, 2)
 
 
 def _pad_rows(rows: Sequence[torch.Tensor], length: int, value: int) -> torch.Tensor:

@@ -1,10 +1,15 @@
 """``--inference-config.*``."""
 
+import logging
 from dataclasses import dataclass, field
 from typing import Final, Literal
 
 from opendm.errors import ConfigError
 
+logger = logging.getLogger(__name__)
+
+STATE_LAYOUT: Final = "identity"
+"""The only order of a state: as the checkpoint's data had it."""
 AT_LEAST_ONE: Final = (
     "diffusion_steps", "max_batch_size", "max_queue", "max_body_mib", "max_image_side",
     "max_prompt_chars", "output_action_dim",
@@ -26,7 +31,7 @@ class DM05InferenceConfig:
     max_batch_size: int = 8
     """Most requests that the model works on at once; 1 makes replies independent bit for bit."""
     batch_window_ms: float = 3.0
-    """How long a batch waits for more requests while several clients are active."""
+    """How long a batch waits for each further request while several clients are active."""
     max_queue: int = 32
     """Requests that may wait for the model; more are answered 503."""
     max_body_mib: int = 16
@@ -52,9 +57,9 @@ class DM05InferenceConfig:
     backend: Literal["default", "fast"] = "default"
     """default, or fast: the integration as CUDA graphs, on a GPU, one request at a time."""
     vision_trt_engine_path: str | None = None
-    """Accepted for files of the public framework; the fast backend has no vision engine."""
+    """Without effect but a warning, for files of the public framework: there is no such engine."""
     force_rebuild: bool = False
-    """Accepted for files of the public framework; the fast backend has no vision engine."""
+    """Without effect but a warning, likewise."""
     prefix_seq_len_buckets: list[int] | None = None
     """Prefix lengths that the fast backend captures; none means 576 704 768 896 1024."""
     clip_to_bounds: bool = True
@@ -66,7 +71,7 @@ class DM05InferenceConfig:
     use_transformed_state: bool = False
     """Add relative actions to the normalised state instead of the state as received."""
     state_layout: str = "identity"
-    """Accepted for files of the public framework; states come in the order of training."""
+    """Order of a request's state; identity, that of training, is the only one."""
     denorm_state: bool = False
     """Denormalise the state, too, before relative actions are added to it."""
     fast_prefix_len: int | None = None
@@ -84,6 +89,11 @@ class DM05InferenceConfig:
                 raise ConfigError(
                     f"--inference-config.{flag} {getattr(self, name)} is too small; give 1 or more"
                 )
+        if self.state_layout != STATE_LAYOUT:
+            raise ConfigError(
+                f"--inference-config.state-layout {self.state_layout!r} is unknown; states come in "
+                f"the order of training: leave the flag out, or give {STATE_LAYOUT}"
+            )
         if not 0 <= self.port <= 65_535:
             raise ConfigError(
                 f"--inference-config.port {self.port} is no port; allowed: 0 to 65535"
@@ -93,3 +103,23 @@ class DM05InferenceConfig:
                 f"--inference-config.batch-window-ms {self.batch_window_ms} is out of range; "
                 "allowed: 0 to 1000"
             )
+
+    def warn_of_unused(self) -> None:
+        """Say once which flags were given and change nothing."""
+        engine = {
+            "vision-trt-engine-path": self.vision_trt_engine_path is not None,
+            "force-rebuild": self.force_rebuild,
+        }
+        graphs = {
+            "prefix-seq-len-buckets": self.prefix_seq_len_buckets is not None,
+            "fast-prefix-len": self.fast_prefix_len is not None,
+        }
+        for flags, reason in (
+            (engine, "OpenDM has no TensorRT engine; vision runs in torch on both backends"),
+            ({} if self.backend == "fast" else graphs, "only the fast backend captures lengths"),
+        ):
+            given = [flag for flag, is_given in flags.items() if is_given]
+            if given:
+                logger.warning(
+                    "--inference-config.%s has no effect: %s", " and ".join(given), reason
+                )

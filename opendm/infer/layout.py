@@ -2,6 +2,7 @@
 
 import json
 import types
+from collections.abc import Collection
 from dataclasses import MISSING, asdict, dataclass, fields, replace
 from os import PathLike
 from pathlib import Path
@@ -96,8 +97,7 @@ class PolicyLayout:
         Raises:
             CheckpointError: the file is missing or broken; the message names file and key.
         """
-        path = Path(folder)
-        path = path if path.is_file() else path / LAYOUT_FILE
+        path = layout_path(Path(folder))
         values = _read_object(path)
         version = values.get("format_version")
         if version != FORMAT_VERSION:
@@ -117,6 +117,38 @@ class PolicyLayout:
             _check_robot(path, robot, changes)
             _check_values(path, replace(layout, **changes))
         return layout
+
+
+def layout_path(source: Path) -> Path:
+    """The ``opendm.json`` of a folder; a file is one itself."""
+    return source if source.is_file() else source / LAYOUT_FILE
+
+
+def check_words(layout: PolicyLayout, reserved: Collection[str], where: str) -> None:
+    """Refuse words of the prompt that a tokenizer would read as something else.
+
+    Args:
+        layout: whose cameras' labels, speed, control mode and robots are looked at.
+        reserved: texts of the tokenizer's special tokens.
+        where: the file, for the message.
+
+    Raises:
+        CheckpointError: a word holds a reserved token; the message names the file and the key.
+    """
+    words: list[tuple[str, str | None]] = [
+        (key, getattr(layout, key)) for key in ("robot_type", "speed", "control_mode")
+    ]
+    words += [(f"image_prompts[{i}]", label) for i, label in enumerate(layout.image_prompts)]
+    for robot, changes in (layout.robots or {}).items():
+        words.append(("robots", robot))
+        labels = changes.get("image_prompts", [])
+        words += [(f"robots[{robot}].image_prompts[{i}]", one) for i, one in enumerate(labels)]
+    for key, word in words:
+        found = sorted(token for token in reserved if word is not None and token in word)
+        if found:
+            raise CheckpointError(
+                f"{where}: key {key!r} holds the reserved token {found[0]!r}; write another word"
+            )
 
 
 def _read_object(path: Path) -> dict[str, Any]:

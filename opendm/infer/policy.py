@@ -9,7 +9,7 @@ from typing import Any, Final
 import numpy as np
 import torch
 
-from opendm.constants.robot import ActionMode
+from opendm.constants.robot import HISTORY_PAD_TOKEN, HISTORY_TOKEN, ActionMode
 from opendm.data.augmentations import NoAugmentationPipeline
 from opendm.data.collator import Batch, TrainingCollator
 from opendm.data.dataset import Sample
@@ -21,7 +21,7 @@ from opendm.data.transforms.images import PixelTransform
 from opendm.data.transforms.normalization import Denormalize, Normalize
 from opendm.data.transforms.prompt import PROMPT_LAYOUT_VERSION, ChatTokenization
 from opendm.errors import CheckpointError, DataError
-from opendm.infer.layout import PolicyLayout
+from opendm.infer.layout import PolicyLayout, check_words, layout_path
 from opendm.infer.observation import Observation, Picture, to_picture
 from opendm.infer.options import PolicyOptions
 from opendm.model.dm05.checkpoint_files import load_config
@@ -117,6 +117,7 @@ class Policy:
         if not stats_file.is_file():
             raise CheckpointError(f"{stats_file} does not exist; is the copy complete?")
         norm_stats = NormStatsFile.load(stats_file)
+        check_statistics(norm_stats, str(stats_file))
         config = load_config(config_folder(Path(path), base))
         if layout.action_dim > config.action_dim:
             raise CheckpointError(
@@ -133,7 +134,10 @@ class Policy:
             bf16=model.dtype == torch.bfloat16,
             training=False,
         )
-        return cls(model.eval(), load_processor(source), layout, norm_stats, options)
+        processor = load_processor(source)
+        where = str(layout_path(source if layout_file is None else Path(layout_file)))
+        check_words(layout, reserved_tokens(processor), where)
+        return cls(model.eval(), processor, layout, norm_stats, options)
 
     def act(
         self,
@@ -275,8 +279,7 @@ class Policy:
         }
         meta = {key: value for key, value in meta.items() if value is not None}
         values = np.asarray(observation.state, dtype=np.float64).tolist()
-        size = None if layout.state_desc is None else len(layout.state_desc)
-        state = check_vector({"state": values}, "state", size, "observation")
+        state = check_vector({"state": values}, "state", self._state_size(layout), "observation")
         missing = [key for key in layout.image_keys if key not in observation.images]
         if missing:
             raise DataError(
@@ -298,6 +301,12 @@ class Policy:
             ]
         return sample
 
+    def _state_size(self, layout: PolicyLayout) -> int | None:
+        if layout.state_desc is not None:
+            return len(layout.state_desc)
+        profile = self.norm_stats.select(layout.robot_type)
+        return len(profile["state"].mean) if "state" in profile else None
+
     def _robot_units(self, chunk: np.ndarray, prepared: Prepared) -> np.ndarray:
         """Normalised ``[horizon, model dimensions]`` to the robot's ``[horizon, dim]``."""
         layout = prepared.layout
@@ -317,6 +326,30 @@ class Policy:
                 "NaN or infinity, or overflow in its dtype"
             )
         return actions
+
+
+def check_statistics(norm_stats: NormStatsFile, where: str) -> None:
+    """Refuse statistics without a part that acting needs.
+
+    Raises:
+        CheckpointError: a robot has no statistics of its state or action; the message names the
+            file and the key.
+    """
+    for robot, profile in norm_stats.profiles.items():
+        for key in ("state", "action"):
+            if key not in profile:
+                entry = "norm_stats" if robot is None else f"norm_stats_by_robot[{robot!r}]"
+                raise CheckpointError(
+                    f"{where}: {entry} has no key {key!r}, without which the {key} cannot be "
+                    "scaled as in training; compute the statistics again"
+                )
+
+
+def reserved_tokens(processor: Any) -> frozenset[str]:
+    """Tokens of a checkpoint that no text may hold."""
+    tokens = processor.tokenizer.added_tokens_decoder.values()
+    special = frozenset(token.content for token in tokens if token.special)
+    return special | {HISTORY_TOKEN, HISTORY_PAD_TOKEN}
 
 
 def load_layout(source: Path) -> PolicyLayout:

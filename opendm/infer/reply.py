@@ -6,6 +6,7 @@ import uuid
 from typing import Any, Final
 
 import numpy as np
+import orjson
 from starlette.responses import Response
 
 from opendm.infer.limits import RequestError
@@ -48,6 +49,15 @@ def internal_error(error: BaseException) -> Response:
     )
 
 
-def chunk_rows(actions: np.ndarray) -> list[list[float]]:
-    """Actions ``[horizon, dim]`` as JSON arrays; float32 values survive exactly."""
-    return actions.tolist()
+def chunk_reply(name: str, actions: np.ndarray, rest: dict[str, Any]) -> Response:
+    """Actions ``[horizon, dim]`` as arrays under ``name``; float32 values survive exactly.
+
+    Written by orjson, which takes a tenth of the time but would write NaN as null.
+
+    Raises:
+        ValueError: an action is not finite.
+    """
+    if not np.isfinite(actions).all():
+        raise ValueError("actions that are not finite are no JSON")
+    body = orjson.dumps({name: actions.tolist(), **rest})
+    return Response(body, media_type="application/json")

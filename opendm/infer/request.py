@@ -165,9 +165,8 @@ def check_text(
             raise RequestError(f"{name} has a control character at {index}")
         if 0xD800 <= ord(char) < 0xE000:
             raise RequestError(f"{name} has half a surrogate pair at {index}")
-    for token in sorted(reserved):
-        if token in value:
-            raise RequestError(f"{name} holds the reserved token {token!r}")
+    if found := [token for token in reserved if token in value]:
+        raise RequestError(f"{name} holds the reserved token {min(found)!r}")
 
 
 def check_state(value: Any, size: int | None) -> list[float]:

@@ -1,9 +1,13 @@
 """One process that serves one checkpoint: checks, loading, the port, and an orderly end."""
 
 import contextlib
+import ctypes
+import gc
 import hashlib
+import io
 import ipaddress
 import logging
+import platform
 import signal
 import socket
 from collections.abc import Iterator, Mapping
@@ -15,17 +19,18 @@ from typing import Any, Final
 import numpy as np
 import torch
 import uvicorn
+from PIL import Image
 
-from opendm.constants.robot import HISTORY_PAD_TOKEN, HISTORY_TOKEN, ActionMode
+from opendm.constants.robot import ActionMode
 from opendm.errors import CheckpointError, ConfigError
 from opendm.infer.config import DM05InferenceConfig
 from opendm.infer.connection import TimedConnection
 from opendm.infer.cuda_graphs import BUCKETS, use_cuda_graphs
-from opendm.infer.layout import LAYOUT_FILE
+from opendm.infer.layout import LAYOUT_FILE, layout_path
 from opendm.infer.limits import MAX_SEED, Limits
 from opendm.infer.observation import Observation
 from opendm.infer.options import PolicyOptions
-from opendm.infer.policy import NORM_STATS_FILE, Policy
+from opendm.infer.policy import NORM_STATS_FILE, Policy, reserved_tokens
 from opendm.infer.request import Contract
 from opendm.infer.server import Service, build_app
 from opendm.infer.worker import PolicyWorker
@@ -33,6 +38,12 @@ from opendm.runtime import INFERENCE_SEED_VARIABLE, inference_seed
 
 logger = logging.getLogger(__name__)
 
+M_TRIM_THRESHOLD: Final = -1
+"""This and the next are malloc.h's numbers."""
+M_MMAP_THRESHOLD: Final = -3
+MAX_MMAP_THRESHOLD: Final = 32 * 2**20
+"""The most that glibc takes."""
+KEPT_BYTES: Final = 64 * 2**20
 DRAIN_TIMEOUT_S: Final = 30
 KEEP_ALIVE_S: Final = 15
 BACKLOG: Final = 256
@@ -52,6 +63,7 @@ def serve(
         ConfigError: a flag or the checkpoint does not fit, or the port is in use.
     """
     check_access(config)
+    config.warn_of_unused()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if config.backend == "fast" and device.type != "cuda":
         raise ConfigError(
@@ -66,8 +78,10 @@ def serve(
             max_queue=config.max_queue,
             max_batch=1 if config.backend == "fast" else config.max_batch_size,
             window_s=config.batch_window_ms / 1000,
+            probe=lambda: warm_up(policy, config.diffusion_steps),
         )
         warm_up(policy, config.diffusion_steps)
+        settle()
         metadata = describe(policy, checkpoint, config)
         service = Service(worker, make_contract(policy, config), metadata, config.token)
         worker.start()
@@ -167,16 +181,36 @@ def load_policy(
 
 
 def warm_up(policy: Policy, num_steps: int) -> None:
-    """Act once on nothing, so that no client waits for the first call and a broken model shows.
+    """Act once on black pictures, so that no client waits for the first call.
+
+    They are files, as a client's are: Pillow loads its decoders when the first is opened.
 
     Raises:
         CheckpointError: the actions are not finite.
     """
     layout = policy.layout
     size = len(policy.norm_stats.select(layout.robot_type)["state"].mean)
-    black = np.zeros((8, 8, 3), np.uint8)
+    file = io.BytesIO()
+    Image.new("RGB", (8, 8)).save(file, "JPEG")
+    black = file.getvalue()
     observation = Observation(np.zeros(size), dict.fromkeys(layout.image_keys, black), "Wait")
     policy.act(observation, num_steps=num_steps, generator=torch.Generator().manual_seed(0))
+
+
+def settle() -> None:
+    """Spare requests what the process would do again and again on its own.
+
+    The garbage collector no longer goes through modules, tokenizer and model, which live as long
+    as the process and take it tens of milliseconds. The GNU C library keeps up to 64 MB of freed
+    memory (mallopt(3)): otherwise each batch of eight gives back and fetches some 30 MB in pages,
+    4 % of its time.
+    """
+    gc.collect()
+    gc.freeze()
+    if platform.libc_ver()[0] == "glibc":
+        mallopt = ctypes.CDLL(None).mallopt
+        mallopt(M_MMAP_THRESHOLD, MAX_MMAP_THRESHOLD)
+        mallopt(M_TRIM_THRESHOLD, KEPT_BYTES)
 
 
 def check_against_checkpoint(policy: Policy, config: DM05InferenceConfig) -> None:
@@ -207,6 +241,13 @@ def check_against_checkpoint(policy: Policy, config: DM05InferenceConfig) -> Non
                 f"{of_robot.action_dim} for robot type {robot!r}; they belong to different "
                 "checkpoints"
             )
+        desc = of_robot.state_desc
+        if desc is not None and "state" in profile and len(profile["state"].mean) != len(desc):
+            raise CheckpointError(
+                f"the statistics have {len(profile['state'].mean)} values of the state and "
+                f"opendm.json {len(desc)} for robot type {robot!r}; they belong to different "
+                "checkpoints"
+            )
         if of_robot.action_mode == ActionMode.RELATIVE.value and of_robot.state_desc is None:
             raise CheckpointError(f"relative actions of robot type {robot!r} need state_desc")
 
@@ -228,14 +269,12 @@ def make_contract(policy: Policy, config: DM05InferenceConfig) -> Contract:
     seed = inference_seed()
     if seed is not None and seed > MAX_SEED:
         raise ConfigError(f"{INFERENCE_SEED_VARIABLE}={seed} is too large; allowed: to {MAX_SEED}")
-    tokens = policy.processor.tokenizer.added_tokens_decoder.values()
-    reserved = frozenset(token.content for token in tokens if token.special)
     return Contract(
         layout=policy.layout,
         num_steps=config.diffusion_steps,
         max_history_images=history,
         shrink=policy.shrink,
-        reserved=reserved | {HISTORY_TOKEN, HISTORY_PAD_TOKEN},
+        reserved=reserved_tokens(policy.processor),
         limits=limits,
         seed=seed,
     )
@@ -270,8 +309,7 @@ def used_instead(config: DM05InferenceConfig) -> dict[str, Path]:
     if config.norm_stats_file is not None:
         files[NORM_STATS_FILE] = Path(config.norm_stats_file)
     if config.layout_file is not None:
-        path = Path(config.layout_file)
-        files[LAYOUT_FILE] = path if path.is_file() else path / LAYOUT_FILE
+        files[LAYOUT_FILE] = layout_path(Path(config.layout_file))
     return files
 
 

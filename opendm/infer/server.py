@@ -17,7 +17,7 @@ from starlette.routing import Route
 
 from opendm.infer.body import BodyReader, split_form
 from opendm.infer.limits import RequestError
-from opendm.infer.reply import chunk_rows, error_reply, internal_error, json_reply, refusal
+from opendm.infer.reply import chunk_reply, error_reply, internal_error, json_reply, refusal
 from opendm.infer.request import FORM_FIELDS, Contract, Request, parse_form, parse_infer
 from opendm.infer.worker import Answer, PolicyWorker
 
@@ -81,7 +81,8 @@ class Service:
 
     def _check_and_queue(self, parse: Callable[[], Request], answer: "Future[Answer]") -> None:
         try:
-            self.worker.submit(parse(), answer)
+            with self.worker.expecting():
+                self.worker.submit(parse(), answer)
         except Exception as error:  # noqa: BLE001 - whatever it is, it is this request's
             if answer.set_running_or_notify_cancel():
                 answer.set_exception(error)
@@ -105,10 +106,8 @@ class Service:
             body = await account.read(request)
             with self.slot():
                 answer = await self.answer(lambda: parse_infer(body, self.contract))
-        return json_reply({
-            "actions": chunk_rows(answer.actions),
-            "metadata": {"latency_ms": round(1000 * answer.model_s, 3)},
-        })  # fmt: skip
+        latency_ms = round(1000 * answer.model_s, 3)
+        return chunk_reply("actions", answer.actions, {"metadata": {"latency_ms": latency_ms}})
 
     async def process_frame(self, request: HttpRequest) -> Response:
         """``POST /process_frame``, for clients of the public framework's first service."""
@@ -122,10 +121,8 @@ class Service:
                 answer = await self.answer(
                     lambda: parse_form(dict(texts), images, history, self.contract)
                 )
-        return json_reply({
-            "response": chunk_rows(answer.actions),
-            "model_latency_ms": round(1000 * answer.model_s, 3),
-        })  # fmt: skip
+        latency_ms = round(1000 * answer.model_s, 3)
+        return chunk_reply("response", answer.actions, {"model_latency_ms": latency_ms})
 
     def _check_form(
         self, texts: Sequence[tuple[str, str]], files: Sequence[tuple[str, bytes]]

@@ -12,7 +12,7 @@ from PIL import Image
 
 from opendm.check.pictures import PictureRules, check_pictures
 from opendm.check.records import PictureUse
-from opendm.data.video import MAX_PIXELS
+from opendm.data.picture_size import MAX_PIXELS, MAX_SIDE
 
 
 @pytest.fixture
@@ -70,23 +70,23 @@ def test_files_that_are_no_pictures(root):
     assert look(root, "gone.jpg") == [(URL, "picture_missing")]
 
 
-def bomb(side):
-    """A PNG whose header promises ``side`` x ``side`` pixels, in a few bytes."""
+def bomb(width, height):
+    """A PNG whose header promises ``width`` x ``height`` pixels, in a few bytes."""
 
     def chunk(kind, data):
         return struct.pack(">I", len(data)) + kind + data + struct.pack(
             ">I", zlib.crc32(kind + data)
         )  # fmt: skip
 
-    header = struct.pack(">IIBBBBB", side, side, 8, 0, 0, 0, 0)
+    header = struct.pack(">IIBBBBB", width, height, 8, 0, 0, 0, 0)
     parts = [chunk(b"IHDR", header), chunk(b"IDAT", zlib.compress(b"\0" * 10)), chunk(b"IEND", b"")]
     return b"\x89PNG\r\n\x1a\n" + b"".join(parts)
 
 
 def test_decompression_bombs_are_refused_from_their_headers(root):
-    for side in (13_000, 20_000):
-        assert side * side > MAX_PIXELS
-        (root / "bomb.png").write_bytes(bomb(side))
+    for width, height in ((13_000, 13_000), (20_000, 20_000), (1, MAX_SIDE + 1), (50_000, 1)):
+        assert width * height > MAX_PIXELS or max(width, height) > MAX_SIDE
+        (root / "bomb.png").write_bytes(bomb(width, height))
         assert look(root, "bomb.png") == [(URL, "picture_large")]
 
 

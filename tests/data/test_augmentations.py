@@ -13,6 +13,8 @@ from opendm.data.augmentations import (
     PadToSquare,
     TrainingTransformPipeline,
     TransformPipeline,
+    _rows_to_make,
+    resize_between_bars,
 )
 
 SIZES = [(640, 480), (480, 640), (448, 448), (333, 517), (517, 333), (40, 30), (31, 31), (500, 499)]
@@ -72,6 +74,31 @@ def test_inference_pixels_are_those_of_torchvision(size):
     for target in (33, 112, 448):
         for ours in (NoAugmentationPipeline(target), TransformPipeline(target)):
             assert_same(ours, plain_pipeline(target), picture(size, seed=target), 0)
+
+
+@pytest.mark.parametrize("size", [33, 56, 448])
+def test_what_lies_between_bars_is_resized_as_in_the_whole_picture(size):
+    cut = 0
+    for side in [*range(size // 2, 4 * size, size - 1), 640, 1280]:
+        for top, bottom in ((0, side), (side // 8, side - side // 8), (side - 1, side)):
+            inner = picture((side, bottom - top), seed=side)
+            whole = Image.new("RGB", (side, side))
+            whole.paste(inner, (0, top))
+            expected = whole.resize((size, size), Image.Resampling.BILINEAR)
+            found = resize_between_bars(inner, top, side, size)
+            np.testing.assert_array_equal(np.asarray(found), np.asarray(expected))
+            start, stop = _rows_to_make(top, bottom, side, size)
+            cut += stop - start < size
+    assert cut
+
+
+@pytest.mark.parametrize("rows", [(0, 0), (0, 1), (63, 64), (0, 3), (9, 50), (1, 63)])
+def test_black_rows_anywhere_crop_as_torchvision_crops_them(rows):
+    image = Image.new("RGB", (64, 64))
+    image.paste(picture((64, rows[1] - rows[0])) if rows[1] else image, (0, rows[0]))
+    for seed in range(8):
+        pair = TrainingTransformPipeline(64, 1.0), plain_pipeline(64, 1.0)
+        assert_same(*pair, image, seed)
 
 
 @pytest.mark.parametrize("mode", ["L", "RGBA"])

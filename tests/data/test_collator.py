@@ -3,9 +3,12 @@
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 
 from opendm.data.collator import NormStatsCollator, TrainingCollator
+from opendm.data.transforms.prompt_encoding import scale_pixels, stack_pixels
 from opendm.errors import DataError
+from opendm.pixels import scale_bytes
 
 
 def row(length, history=None, images=1):
@@ -44,6 +47,19 @@ def test_padding_stays_below_the_limit_and_nothing_is_cut():
     assert TrainingCollator(0, 20)([row(18)])["input_ids"].shape == (1, 20)
     with pytest.raises(DataError, match="18 tokens, the limit is 17"):
         TrainingCollator(0, 17)([row(18)])
+
+
+def test_bytes_of_pictures_stay_in_their_order_and_become_contiguous_floats():
+    rng = np.random.default_rng(0)
+    pictures = [Image.fromarray(p) for p in rng.integers(0, 256, (4, 6, 6, 3), dtype=np.uint8)]
+    samples = [row(3), row(5)]
+    for sample, pair in zip(samples, (pictures[:2], pictures[2:]), strict=True):
+        sample["pixel_values"] = stack_pixels(pair)
+    batch = TrainingCollator(0)(samples)["pixel_values"]
+    assert batch.shape == (4, 3, 6, 6)
+    assert batch.permute(0, 2, 3, 1).is_contiguous()
+    assert torch.equal(scale_bytes(batch), scale_pixels(pictures))
+    assert scale_bytes(batch).is_contiguous()
 
 
 def test_pixels_are_bytes_where_all_are_and_floats_otherwise():

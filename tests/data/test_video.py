@@ -1,24 +1,48 @@
-"""Frames of videos by number: bit-equal to decoding the file from its start, in any order."""
+"""Frames of videos by number: bit-equal to decoding the file from its start, in any order.
 
+Every claim holds for both readers; torchcodec's are skipped where it is not installed.
+"""
+
+import logging
 import os
 import signal
+import sys
 from fractions import Fraction
+from types import SimpleNamespace
 
 import av
 import lerobot_sets as sets
 import numpy as np
 import pytest
+import torch
 
-from opendm.data import video
+from opendm.data import picture_size, video, video_pyav, video_reader, video_torchcodec
 from opendm.data.video import read_video_frame
 from opendm.errors import DataError
 
+USED_CODECS = video_torchcodec.CODECS
 CODECS = [
     codec for codec in ("libx264", "mpeg4", "libsvtav1") if codec in av.codec.codecs_available
 ]
 B_FRAMES = {"g": "8", "bf": "3", "b": "400k"}
 # gaps of 1 to 9 units of 1/90 s, as from a camera that drops frames
 UNEVEN = np.cumsum([1, 3, 9, 2, 1, 7, 3, 3, 8] * 6).tolist()
+
+
+@pytest.fixture(params=["pyav", "torchcodec"], autouse=True)
+def reader(request, monkeypatch):
+    """The reader from the second frame on; torchcodec for codecs too that it is not used for."""
+    monkeypatch.setattr(video, "USES_BEFORE_TORCHCODEC", 2)
+    if request.param == "pyav":
+        monkeypatch.setattr(video_torchcodec, "video_decoder", lambda: None)
+    elif video_torchcodec.video_decoder() is None:
+        pytest.skip("torchcodec is not installed, or finds no FFmpeg")
+    monkeypatch.setattr(video_torchcodec, "CODECS", {"av1", "h264", "mpeg4"})
+    return request.param
+
+
+def open_reader(path):
+    return next(r for key, r in video._open_videos.readers.items() if key[0] == path)
 
 
 def noise(count=40, seed=0):
@@ -52,7 +76,7 @@ KINDS = ("offset", "uneven", "29.97", "open-gop", "intra-refresh", "one-key-fram
 
 
 @pytest.mark.parametrize("kind", [*CODECS, *KINDS])
-def test_random_access_equals_decoding_from_the_start(tmp_path, kind):
+def test_random_access_equals_decoding_from_the_start(tmp_path, kind, reader):
     path = clip(tmp_path / "clip.mp4", kind)
     reference = sets.decode_all(path)
     assert len(reference) == 40
@@ -60,6 +84,8 @@ def test_random_access_equals_decoding_from_the_start(tmp_path, kind):
     shuffled = np.random.default_rng(1).permutation(40).tolist()
     for number in [*shuffled, *forward, *forward[::-1], 5, 5, 39, 0]:
         np.testing.assert_array_equal(np.asarray(read_video_frame(path, number)), reference[number])
+    used = isinstance(open_reader(path), video_torchcodec.TorchcodecReader)
+    assert used == (reader == "torchcodec")
 
 
 @pytest.mark.parametrize("suffix", ["mkv", "ts", "avi"])
@@ -99,14 +125,15 @@ def test_containers_without_time_stamps_are_counted(tmp_path):
 
 
 def test_the_next_frame_needs_no_seek(tmp_path, monkeypatch):
+    monkeypatch.setattr(video, "USES_BEFORE_TORCHCODEC", 10**6)
     path = clip(tmp_path / "clip.mp4", "libx264")
-    seeks, seek = [], video.VideoReader._start
+    seeks, seek = [], video_pyav.PyavReader._start
 
     def counted(reader, key):
         seeks.append(key)
         seek(reader, key)
 
-    monkeypatch.setattr(video.VideoReader, "_start", counted)
+    monkeypatch.setattr(video_pyav.PyavReader, "_start", counted)
     for number in range(10, 16):
         read_video_frame(path, number)
     assert len(seeks) == 1
@@ -165,7 +192,8 @@ def test_a_cut_file_is_named_with_its_frame(tmp_path):
 
 
 @pytest.mark.parametrize("codec", CODECS)
-def test_damage_inside_a_file_never_gives_another_frame(tmp_path, codec):
+def test_damage_inside_a_file_never_gives_another_frame(tmp_path, codec, monkeypatch):
+    monkeypatch.setattr(video_torchcodec, "CODECS", USED_CODECS)
     whole = clip(tmp_path / "whole.mp4", codec)
     reference = sets.decode_all(whole)
     content = bytearray(whole.read_bytes())
@@ -188,14 +216,14 @@ def test_damage_inside_a_file_never_gives_another_frame(tmp_path, codec):
 
 
 def test_large_videos_are_refused_before_decoding(tmp_path, monkeypatch):
-    monkeypatch.setattr(video, "MAX_PIXELS", 64 * 64 - 1)
+    monkeypatch.setattr(picture_size, "MAX_PIXELS", 64 * 64 - 1)
     path = clip(tmp_path / "clip.mp4", "libx264")
     with pytest.raises(DataError, match="64 x 64 pixels; at most 4095"):
         read_video_frame(path, 0)
 
 
 def test_time_stamps_are_kept_by_their_bytes_and_listed_once(tmp_path, monkeypatch):
-    listed, list_times = [], video.list_times
+    listed, list_times = [], video_reader.list_times
 
     def counted(container, stream):
         listed.append(container.name)
@@ -206,7 +234,7 @@ def test_time_stamps_are_kept_by_their_bytes_and_listed_once(tmp_path, monkeypat
         sets.write_video(path, noise(3))
     monkeypatch.setattr(video, "_open_videos", video._OpenVideos())
     monkeypatch.setattr(video, "MAX_OPEN_VIDEOS", 1)
-    monkeypatch.setattr(video, "list_times", counted)
+    monkeypatch.setattr(video_pyav, "list_times", counted)
     for path in paths * 2:
         read_video_frame(path, 1)
     assert listed == list(map(str, paths))
@@ -217,3 +245,94 @@ def test_time_stamps_are_kept_by_their_bytes_and_listed_once(tmp_path, monkeypat
     kept = video._open_videos
     assert [key[0] for key in kept.times] == [paths[3], paths[0]]
     assert kept.times_bytes == sum(times.num_bytes for times in kept.times.values()) <= 2 * one
+
+
+class FakeDecoder:
+    """What torchcodec gives for a file, from PyAV; a test says what is wrong with it."""
+
+    wrong = None
+    opened = 0
+
+    def __init__(self, path, **options):
+        assert options == {"dimension_order": "NHWC", "num_ffmpeg_threads": 1}
+        FakeDecoder.opened += 1
+        self.frames = sets.decode_all(path)
+        with av.open(str(path)) as container:
+            self.times = [float(f.pts * f.time_base) for f in container.decode(video=0)]
+
+    def get_frame_at(self, number):
+        if self.wrong == "error" and number == 7:
+            raise RuntimeError("no frame")
+        pixels = torch.from_numpy(self.frames[number].copy())
+        if self.wrong == "pixels":
+            pixels[-1, -1, -1] += 1
+        if self.wrong == "turned":
+            pixels = pixels.flip(0, 1)
+        later = self.wrong == "time" and number == 7
+        return SimpleNamespace(data=pixels, pts_seconds=self.times[number + later])
+
+
+@pytest.fixture
+def fake(monkeypatch):
+    monkeypatch.setattr(video_torchcodec, "video_decoder", lambda: FakeDecoder)
+    monkeypatch.setattr(FakeDecoder, "opened", 0)
+    return lambda wrong: monkeypatch.setattr(FakeDecoder, "wrong", wrong)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "name"), [(None, "k.mp4"), ("pixels", "k.mp4"), ("turned", "k.mp4"), (None, "k.ts")]
+)
+def test_torchcodec_is_used_where_it_gives_the_same_pixels(tmp_path, fake, wrong, name):
+    fake(wrong)
+    path = clip(tmp_path / name, "libx264")
+    reference = sets.decode_all(path)
+    for number in (3, 7, 7, 0, 39):
+        np.testing.assert_array_equal(np.asarray(read_video_frame(path, number)), reference[number])
+    used = isinstance(open_reader(path), video_torchcodec.TorchcodecReader)
+    assert used == (wrong is None and name == "k.mp4")
+
+
+def test_codecs_that_hide_damage_stay_with_pyav(tmp_path, fake, monkeypatch):
+    fake(None)
+    monkeypatch.setattr(video_torchcodec, "CODECS", USED_CODECS)
+    path = clip(tmp_path / "clip.mp4", "libx264")
+    for number in range(4):
+        read_video_frame(path, number)
+    assert FakeDecoder.opened == 0
+
+
+@pytest.mark.parametrize("wrong", ["error", "time"])
+def test_torchcodec_frames_of_another_time_and_errors_name_file_and_frame(tmp_path, fake, wrong):
+    fake(wrong)
+    path = clip(tmp_path / "clip.mp4", "libx264")
+    reference = sets.decode_all(path)
+    for number in (0, 1, 2):
+        read_video_frame(path, number)
+    assert FakeDecoder.opened == 1
+    with pytest.raises(DataError, match=f"frame 7 of video {path}"):
+        read_video_frame(path, 7)
+    np.testing.assert_array_equal(np.asarray(read_video_frame(path, 8)), reference[8])
+    assert FakeDecoder.opened == 2  # the decoder that met damage is not used again
+
+
+def test_files_that_are_left_soon_are_not_opened_twice(tmp_path, fake, monkeypatch):
+    fake(None)
+    monkeypatch.setattr(video, "USES_BEFORE_TORCHCODEC", 4)
+    path = clip(tmp_path / "clip.mp4", "libx264")
+    for number in range(3):
+        read_video_frame(path, number)
+    assert FakeDecoder.opened == 0
+    read_video_frame(path, 3)
+    assert FakeDecoder.opened == 1
+
+
+def test_a_torchcodec_that_cannot_be_loaded_is_named_once(monkeypatch, caplog):
+    monkeypatch.undo()
+    monkeypatch.setitem(sys.modules, "torchcodec.decoders", None)
+    video_torchcodec.video_decoder.cache_clear()
+    with caplog.at_level(logging.INFO):
+        assert video_torchcodec.video_decoder() is None
+        assert video_torchcodec.video_decoder() is None
+    video_torchcodec.video_decoder.cache_clear()
+    assert len(caplog.messages) == 1
+    assert "torchcodec cannot be used" in caplog.messages[0]

@@ -4,14 +4,13 @@ import asyncio
 import ctypes
 import gc
 import json
-import socket
-import time
 from pathlib import Path
 
 import numpy as np
 import pytest
 from malformed import CASES, malformed
 from service_kit import InProcess, Running, b64, picture, strict, valid
+from sockets import GARBAGE, exchange, raw
 
 NUM_SHORT = 2_000
 VALID_EVERY = 50
@@ -106,26 +105,6 @@ def test_with_batching_valid_requests_differ_by_rounding_only(served_policy, sta
     assert max(service.worker.batch_sizes) > 1
 
 
-def exchange(port, data, timeout_s=5.0):
-    """All that the service sends back for some bytes."""
-    with socket.create_connection(("127.0.0.1", port), timeout=timeout_s) as connection:
-        connection.sendall(data)
-        received = b""
-        while chunk := connection.recv(65536):
-            received += chunk
-        return received
-
-
-def raw(method, path, body, headers):
-    """The bytes of a request; what cannot be sent over a socket becomes something near it."""
-    lines = [f"{method} {path} HTTP/1.1".encode("utf-8", "replace"), b"host: x"]
-    names = {name for name, _ in headers}
-    if b"content-length" not in names:
-        lines.append(f"content-length: {len(body)}".encode())
-    lines += [name + b": " + value for name, value in headers]
-    return b"\r\n".join([*lines, b"connection: close", b"", body])
-
-
 def test_over_a_socket_every_class_is_refused_in_json(service):
     with Running(service) as running:
         for name, (method, path, body, headers) in malformed(len(CASES), seed=2):
@@ -139,21 +118,6 @@ def test_over_a_socket_every_class_is_refused_in_json(service):
             assert head.startswith(b"HTTP/1.1 4"), (name, reply[:200])
             assert b"application/json" in head.lower(), (name, reply[:200])
             assert method == "HEAD" or "error" in strict(content), name
-
-
-CLOSE = b"\r\nconnection: close\r\n\r\n"
-GARBAGE = {
-    "no http": b"hello\r\n\r\n",
-    "tls": b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + bytes(200),
-    "http 2": b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
-    "bad header": b"POST /v1/infer HTTP/1.1\r\nhost: x\r\nbad header\r\n\r\n",
-    "two lengths": b"POST / HTTP/1.1\r\ncontent-length: 3\r\nhost: x\r\ncontent-length: 4"
-    + 2 * b"\r\n",
-    "no host": b"POST /v1/infer HTTP/1.1\r\ncontent-length: 2\r\n\r\n{}",
-    "long head": b"GET / HTTP/1.1\r\nhost: x\r\nx: " + b"a" * 100_000 + CLOSE,
-    "bad chunk": b"POST /v1/infer HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\nzz\r\n",
-    "random": np.random.default_rng(0).bytes(500) + b"\r\n\r\n",
-}
 
 
 @pytest.mark.parametrize("name", GARBAGE)
@@ -203,28 +167,3 @@ def test_a_soak_would_notice_memory_that_is_kept(app):
     held = np.ones(30 * 2**20, np.uint8)
     assert resident_bytes() - before > MAX_GROWTH_BYTES
     del held
-
-
-@pytest.mark.soak
-def test_an_hour_of_mixed_load_leaves_memory_and_descriptors_flat(served_policy, start_service):
-    service = start_service(served_policy)
-    app = InProcess(service)
-    quiet = quiet_replies(app)
-
-    def near(now, before):
-        np.testing.assert_allclose(now, before, rtol=0, atol=1e-5)
-
-    asyncio.run(run(app, 2 * len(CASES), quiet, near))
-    before, files, rounds = resident_bytes(), open_files(), 0
-    end = time.monotonic() + 3600
-    with Running(service) as running:
-        while time.monotonic() < end:
-            wrong, _ = asyncio.run(run(app, len(CASES), quiet, near))
-            assert wrong == []
-            for garbage in GARBAGE.values():
-                exchange(running.port, garbage)
-            rounds += 1
-    growth = resident_bytes() - before
-    print(f"{rounds} rounds of {len(CASES)} in an hour: RSS +{growth} bytes")
-    assert growth <= MAX_GROWTH_BYTES
-    assert open_files() <= files + 2

@@ -121,10 +121,32 @@ def test_the_wait_ends_with_the_window_when_a_client_is_gone(start):
     assert waits[1] < 0.2
 
 
+def test_a_batch_waits_for_a_request_that_is_being_checked_but_not_for_ever(start):
+    policy = SlowPolicy()
+    worker = start(policy, window_s=0.1)
+    with worker.expecting():
+        first = ask(worker, 1)
+        time.sleep(0.2)
+        second = ask(worker, 2)
+    assert [one.result(5).actions.item() for one in (first, second)] == [1, 2]
+    assert policy.sizes == [2]
+    worker._num_active = 1
+    begin = time.monotonic()
+    with worker.expecting():
+        ask(worker, 3).result(5)
+    assert 0.3 < time.monotonic() - begin < 2
+    begin = time.monotonic()
+    ask(worker, 4).result(5)
+    assert time.monotonic() - begin < 0.1, "nobody is expected any more"
+
+
 def test_a_request_that_is_refused_while_it_is_checked_never_reaches_the_model(service):
     wrong = RequestError("no")
 
+    expected = []
+
     def parse():
+        expected.append(service.worker._num_expected)
         raise wrong
 
     before = dict(service.worker.batch_sizes)
@@ -134,4 +156,6 @@ def test_a_request_that_is_refused_while_it_is_checked_never_reaches_the_model(s
         service._check_and_queue(parse, one)
     assert answer.exception(1) is wrong
     assert gone.cancelled()
+    assert expected == [1, 1], "the worker knows of it meanwhile"
+    assert service.worker._num_expected == 0
     assert service.worker.batch_sizes == before

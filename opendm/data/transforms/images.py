@@ -12,8 +12,9 @@ from PIL import Image
 from opendm.data.dataset import Sample
 from opendm.data.parquet_images import read_image_cell
 from opendm.data.paths import check_inside, resolve_path
+from opendm.data.picture_size import size_fault
 from opendm.data.source import EpisodeFrames
-from opendm.data.video import MAX_PIXELS, read_video_frame
+from opendm.data.video import read_video_frame
 from opendm.errors import DataError, PictureError
 
 __all__ = ["LoadHistory", "LoadImages", "PixelTransform", "load_image", "resolve_path"]
@@ -87,16 +88,13 @@ def _parquet_cell(path: Path, row: int, column: str) -> dict[str, Any]:
 def _decode(file: "Path | io.BytesIO", name: str) -> Image.Image:
     try:
         with Image.open(file) as image:
-            if image.width * image.height <= MAX_PIXELS:
+            fault = size_fault(image.width, image.height)
+            if fault is None:
                 image.load()
                 return image if image.mode == "RGB" else image.convert("RGB")
     except Exception as error:  # of damaged files every decoder of Pillow raises something else
         raise PictureError(f"image file {name} cannot be decoded: {error}", name) from error
-    raise PictureError(
-        f"image file {name} has {image.width} x {image.height} pixels; at most {MAX_PIXELS} are "
-        "read, so make it smaller",
-        name,
-    )
+    raise PictureError(f"image file {name} {fault}", name)
 
 
 class LoadImages:
