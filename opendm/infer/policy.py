@@ -24,6 +24,7 @@ from opendm.errors import CheckpointError, DataError
 from opendm.infer.layout import PolicyLayout, check_words, layout_path
 from opendm.infer.observation import Observation, Picture, to_picture
 from opendm.infer.options import PolicyOptions
+from opendm.infer.own_thread import in_own_thread
 from opendm.model.dm05.checkpoint_files import load_config
 from opendm.model.dm05.dm05_arch import DM05ForConditionalGeneration
 from opendm.model.dm05.dm05_lora import load_dm05_model_for_inference
@@ -125,8 +126,11 @@ class Policy:
                 f"has {config.action_dim} dimensions"
             )
         overrides = {"chunk_size": layout.chunk_size}
-        model = load_dm05_model_for_inference(path, overrides, base=base, dtype=dtype)
-        model.to(torch.device(device))
+        model = in_own_thread(
+            lambda: load_dm05_model_for_inference(path, overrides, base=base, dtype=dtype).to(
+                torch.device(device)
+            )
+        )
         model.set_attention_implementation(
             llm_attn_implementation="sdpa",
             vision_attn_implementation="sdpa",

@@ -30,6 +30,7 @@ from opendm.infer.layout import LAYOUT_FILE, layout_path
 from opendm.infer.limits import MAX_SEED, Limits
 from opendm.infer.observation import Observation
 from opendm.infer.options import PolicyOptions
+from opendm.infer.own_thread import in_own_thread
 from opendm.infer.policy import NORM_STATS_FILE, Policy, reserved_tokens
 from opendm.infer.request import Contract
 from opendm.infer.server import Service, build_app
@@ -80,7 +81,7 @@ def serve(
             window_s=config.batch_window_ms / 1000,
             probe=lambda: warm_up(policy, config.diffusion_steps),
         )
-        warm_up(policy, config.diffusion_steps)
+        in_own_thread(lambda: warm_up(policy, config.diffusion_steps))
         settle()
         metadata = describe(policy, checkpoint, config)
         service = Service(worker, make_contract(policy, config), metadata, config.token)

@@ -1,0 +1,38 @@
+"""A policy that was loaded in one thread computes in another without a second team of threads."""
+
+import subprocess
+import sys
+
+import pytest
+
+from opendm.infer.own_thread import in_own_thread
+
+SCRIPT = """
+import os, sys
+import torch
+from opendm.infer import Policy
+
+def count():
+    return len(os.listdir("/proc/self/task"))
+
+before = count()
+policy = Policy.from_checkpoint(sys.argv[1])
+after = count()
+torch.ones(1 << 22).add_(1)
+print(before, after, count())
+"""
+
+
+def test_loading_a_policy_leaves_no_threads_behind(served_checkpoint):
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT, served_checkpoint], check=True, capture_output=True,
+        text=True, env={"PATH": "", "OMP_NUM_THREADS": "2"}, timeout=120,
+    )  # fmt: skip
+    before, after, computed = map(int, done.stdout.split())
+    assert after == before
+    assert computed > before, "computing in the main thread starts its team"
+
+
+def test_what_the_work_raises_is_raised():
+    with pytest.raises(ZeroDivisionError):
+        in_own_thread(lambda: 1 // 0)
