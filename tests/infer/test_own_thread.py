@@ -2,9 +2,12 @@
 
 import subprocess
 import sys
+import threading
 
 import pytest
 
+from opendm.infer import serve
+from opendm.infer.config import DM05InferenceConfig
 from opendm.infer.own_thread import in_own_thread
 
 SCRIPT = """
@@ -16,7 +19,7 @@ def count():
     return len(os.listdir("/proc/self/task"))
 
 before = count()
-policy = Policy.from_checkpoint(sys.argv[1])
+policy = Policy.from_checkpoint(sys.argv[1], dtype=torch.bfloat16)
 after = count()
 torch.ones(1 << 22).add_(1)
 print(before, after, count())
@@ -36,3 +39,12 @@ def test_loading_a_policy_leaves_no_threads_behind(served_checkpoint):
 def test_what_the_work_raises_is_raised():
     with pytest.raises(ZeroDivisionError):
         in_own_thread(lambda: 1 // 0)
+
+
+def test_the_service_warms_up_in_no_thread_that_stays(served_checkpoint, monkeypatch):
+    warmed = []
+    monkeypatch.setattr(serve, "warm_up", lambda *_: warmed.append(threading.current_thread()))
+    monkeypatch.setattr(serve, "settle", lambda: None)
+    monkeypatch.setattr(serve, "run_server", lambda *_: None)
+    serve.serve(served_checkpoint, DM05InferenceConfig(port=0))
+    assert [thread.is_alive() for thread in warmed] == [False]
