@@ -8,7 +8,7 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 seed="${SIM_SEED:-42}"
-steps="${SIM_STEPS:-2600}"
+steps="${SIM_STEPS:-2400}"
 episodes="${SIM_EPISODES:-100}"
 task=button-press-topdown-v3
 data=data/metaworld
