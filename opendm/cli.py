@@ -312,7 +312,12 @@ def _add_metaworld(parser: argparse.ArgumentParser) -> None:
     add("--untrained", type=Path, help="where training started [what the run's record names]")
     add("--demonstrations", type=Path, help="training episodes [those of the run's record]")
     add("--no-controls", action="store_true", help="measure the checkpoints alone")
-    add("--processes", type=int, default=os.cpu_count() or 1, help="share the episodes [cores]")
+    add(
+        "--processes",
+        type=int,
+        default=min(8, len(os.sched_getaffinity(0))),
+        help="share the episodes [cores, at most 8]",
+    )
     add("--gl", choices=("osmesa", "egl"), help="OpenGL backend [MUJOCO_GL, else osmesa]")
     add("--output", type=Path, help="folder of metaworld.html [the last checkpoint]")
     parser.set_defaults(run=evaluate_metaworld)

@@ -11,6 +11,7 @@ holds all folders of the data. Nothing is decoded.
 """
 
 import hashlib
+import logging
 import os
 import posixpath
 import re
@@ -23,6 +24,8 @@ from typing import Final
 
 from opendm.check.problem import FILE, Problem
 from opendm.errors import ConfigError
+
+logger = logging.getLogger(__name__)
 
 NUM_THREADS: Final = 4
 """Reading waits for the disk, and hashing lets go of the interpreter's lock."""
@@ -77,13 +80,20 @@ def list_files(folders: Iterable[str], leave_out: Iterable[str] = ()) -> DataFil
 
 
 def _walk(folder: Path, name: str, seen: set[tuple[int, int]]) -> Iterator[tuple[str, int]]:
-    """Names and sizes of regular files; a folder that a link names again is entered once."""
-    found = folder.stat()
-    if (found.st_dev, found.st_ino) in seen:
+    """Names and sizes of regular files; a folder that a link names again is entered once.
+
+    A folder that is not there or may not be read has none: what a manifest names in it is missing.
+    """
+    try:
+        found = folder.stat()
+        if (found.st_dev, found.st_ino) in seen:
+            return
+        seen.add((found.st_dev, found.st_ino))
+        with os.scandir(folder) as entries:
+            ordered = sorted(entries, key=lambda entry: entry.name)
+    except OSError as error:
+        logger.warning("folder %s cannot be listed: %s", folder, error)
         return
-    seen.add((found.st_dev, found.st_ino))
-    with os.scandir(folder) as entries:
-        ordered = sorted(entries, key=lambda entry: entry.name)
     for entry in ordered:
         below = posixpath.normpath(f"{name}/{entry.name}")
         try:

@@ -48,13 +48,14 @@ class _OpenVideos:
             self.uses.clear()
         status = path.stat()
         key = (path, status.st_size, status.st_mtime_ns)
-        self.uses[key] += 1
         if key in self.readers:
             self.readers.move_to_end(key)
+            self.uses[key] += 1
             if self.uses[key] == USES_BEFORE_TORCHCODEC:
                 self.readers[key] = with_torchcodec(self.readers[key])
             return self.readers[key]
         reader = self.readers[key] = PyavReader(path, self.times.get(key))
+        self.uses[key] = 1
         self._remember(key, reader.times)
         while len(self.readers) > MAX_OPEN_VIDEOS:
             oldest, closed = self.readers.popitem(last=False)

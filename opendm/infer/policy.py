@@ -126,10 +126,11 @@ class Policy:
                 f"has {config.action_dim} dimensions"
             )
         overrides = {"chunk_size": layout.chunk_size}
+        place = torch.device(device)
+        if place.type == "cuda" and place.index is None:  # another thread has its own current one
+            place = torch.device("cuda", torch.cuda.current_device())
         model = in_own_thread(
-            lambda: load_dm05_model_for_inference(path, overrides, base=base, dtype=dtype).to(
-                torch.device(device)
-            )
+            lambda: load_dm05_model_for_inference(path, overrides, base=base, dtype=dtype).to(place)
         )
         model.set_attention_implementation(
             llm_attn_implementation="sdpa",

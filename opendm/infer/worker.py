@@ -97,7 +97,8 @@ class PolicyWorker:
     def close(self, timeout_s: float = CLOSE_TIMEOUT_S) -> None:
         """Answer what waits, and stop; what hangs longer than ``timeout_s`` is given up.
 
-        Requests that are given up are answered 503, and the log says how many there were.
+        Requests that are given up get a 503 where somebody still waits for it; the log has their
+        number.
         """
         if not self._thread.is_alive():
             return

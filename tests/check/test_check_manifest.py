@@ -206,3 +206,11 @@ def test_the_command_writes_verifies_and_ends_with_3(tmp_path, tiny_checkpoint, 
     assert f"error: {picture} file has SHA-256 {hashlib.sha256(content).hexdigest()}" in output.out
     assert not (tmp_path / "bad").exists()
     assert code("--manifest", str(tmp_path / "gone"))[0] == 2
+
+
+def test_a_folder_that_is_gone_is_an_error_of_the_set(root, tmp_path):
+    path = written(root, tmp_path / "sums")
+    shutil.rmtree(root)
+    found = list(check_manifest(path, list_files([str(root)])))
+    assert found
+    assert {problem.severity for problem in found} == {"error"}

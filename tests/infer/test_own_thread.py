@@ -11,7 +11,7 @@ from opendm.infer.config import DM05InferenceConfig
 from opendm.infer.own_thread import in_own_thread
 
 SCRIPT = """
-import os, sys
+import os, sys, time
 import torch
 from opendm.infer import Policy
 
@@ -20,6 +20,9 @@ def count():
 
 before = count()
 policy = Policy.from_checkpoint(sys.argv[1], dtype=torch.bfloat16)
+end = time.monotonic() + 20
+while count() > before and time.monotonic() < end:
+    time.sleep(0.01)  # threads of a team end a little after the one that they served
 after = count()
 torch.ones(1 << 22).add_(1)
 print(before, after, count())
@@ -29,11 +32,11 @@ print(before, after, count())
 def test_loading_a_policy_leaves_no_threads_behind(served_checkpoint):
     done = subprocess.run(
         [sys.executable, "-c", SCRIPT, served_checkpoint], check=True, capture_output=True,
-        text=True, env={"PATH": "", "OMP_NUM_THREADS": "2"}, timeout=120,
+        text=True, env={"PATH": "", "OMP_NUM_THREADS": "2"}, timeout=240,
     )  # fmt: skip
     before, after, computed = map(int, done.stdout.split())
-    assert after == before
-    assert computed > before, "computing in the main thread starts its team"
+    assert after <= before
+    assert computed > after, "computing in the main thread starts its team"
 
 
 def test_what_the_work_raises_is_raised():

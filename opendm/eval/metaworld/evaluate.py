@@ -77,6 +77,9 @@ class Plan:
 def evaluate_metaworld(plan: Plan, output: Path, show: Show = print) -> list[TaskResult]:
     """Run every condition and write ``metaworld.html``, ``metaworld.json`` and GIFs.
 
+    Episodes are played in spawned processes, so a script must call this below
+    ``if __name__ == "__main__"``.
+
     Raises:
         ConfigError: the simulator cannot run, a task is unknown or a seed was seen in training.
         CheckpointError: a checkpoint does not load or sees other cameras.

@@ -23,6 +23,8 @@ from opendm.infer.policy import Policy
 
 GROUP_SIZE: Final = 10
 """Episodes at once: one query of the model serves them all."""
+MAX_POLICIES: Final = 2
+"""The one that is judged and the untrained one, which alternate from task to task."""
 
 Pending = Callable[[], list[Outcome]]
 Play = Callable[[str, Condition, Sequence[int]], Pending]
@@ -43,12 +45,13 @@ class StageSettings:
 
 @dataclass(slots=True, eq=False)
 class Stage:
-    """One process: keeps the worlds of its last task and every policy that it has loaded."""
+    """One process: keeps the worlds of its last task and the last policies that it has loaded."""
 
     settings: StageSettings
     task: str = ""
     worlds: list[World] = field(default_factory=list)
     policies: dict[Path, Policy] = field(default_factory=dict)
+    """At most `MAX_POLICIES`: conditions are played in order."""
 
     def play(
         self, task: str, condition: Condition, seeds: Sequence[int], *, keeps_frames: bool
@@ -79,6 +82,8 @@ class Stage:
             episodes = recorded_actions(self.settings.demonstrations, condition.sentence)
             return BlindActor(mean_demonstration(episodes))
         if path not in self.policies:
+            while len(self.policies) >= MAX_POLICIES:
+                self.policies.pop(next(iter(self.policies)))
             self.policies[path] = Policy.from_checkpoint(path, layout_from=condition.layout_from)
         return PolicyActor(self.policies[path], condition.sentence, self.settings.num_flow_steps)
 
@@ -91,16 +96,19 @@ def open_stages(settings: StageSettings, num_processes: int) -> Iterator[Play]:
     """
     # a forked child would share its parent's OpenGL and OpenMP state
     context = get_context("spawn")
-    with ProcessPoolExecutor(num_processes, context, _open_stage, (settings,)) as pool:
+    pool = ProcessPoolExecutor(num_processes, context, _open_stage, (settings,))
 
-        def play(task: str, condition: Condition, seeds: Sequence[int]) -> Pending:
-            groups = [
-                pool.submit(_play, task, condition, seeds[i : i + GROUP_SIZE], keeps_frames=i == 0)
-                for i in range(0, len(seeds), GROUP_SIZE)
-            ]
-            return lambda: list(chain.from_iterable(group.result() for group in groups))
+    def play(task: str, condition: Condition, seeds: Sequence[int]) -> Pending:
+        groups = [
+            pool.submit(_play, task, condition, seeds[i : i + GROUP_SIZE], keeps_frames=i == 0)
+            for i in range(0, len(seeds), GROUP_SIZE)
+        ]
+        return lambda: list(chain.from_iterable(group.result() for group in groups))
 
+    try:
         yield play
+    finally:
+        pool.shutdown(cancel_futures=True)  # after an error nobody waits for the others
 
 
 _stages: Final[list[Stage]] = []
