@@ -1,11 +1,14 @@
 """Whole training runs in forked processes: imports are paid once."""
 
+import faulthandler
 import json
 import os
-import random
 import shutil
 import signal
+import sys
+import time
 import traceback
+import uuid
 from pathlib import Path
 
 import numpy as np
@@ -51,7 +54,8 @@ class Ranks:
     """
 
     def __init__(self, exp, world_size, tmp_path, prepare=None):
-        store = tmp_path / f"store-{random.getrandbits(40)}"
+        # not of `random`, which a run in this process seeds: ranks would meet an old file again
+        store = tmp_path / f"store-{uuid.uuid4().hex}"
         exps = exp if isinstance(exp, list) else [exp] * world_size
         self.processes = [
             CONTEXT.Process(target=_rank, args=(exps[rank], rank, world_size, str(store), prepare))
@@ -70,8 +74,10 @@ class Ranks:
         for process in self.processes:
             process.join(timeout_s)
             if process.is_alive():
-                process.kill()
-                raise AssertionError("a rank hangs")
+                self.signal(signal.SIGUSR1)  # every rank writes where its threads are
+                time.sleep(1)
+                self.signal(signal.SIGKILL)
+                raise AssertionError("a rank hangs; its error output says where")
         return [process.exitcode for process in self.processes]
 
 
@@ -81,6 +87,7 @@ def run_ranks(exp, world_size, tmp_path):
 
 
 def _rank(exp, rank, world_size, store, prepare):
+    faulthandler.register(signal.SIGUSR1, file=sys.__stderr__, all_threads=True)
     torch.set_num_threads(1)
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank))
     os.environ.update(LOCAL_WORLD_SIZE=str(world_size), MASTER_ADDR="127.0.0.1", MASTER_PORT="1")

@@ -48,9 +48,9 @@ def read_under_signals(protect):
         )
         batches = iter(loader)
         count = len(next(batches))
-        for name in ("TERM", "HUP"):  # from another process: the rank may end its workers
-            subprocess.run(["kill", f"-{name}", "--", f"-{os.getpgrp()}"], check=False)
         try:
+            for name in ("TERM", "HUP"):  # from another process: the rank may end its workers
+                subprocess.run(["kill", f"-{name}", "--", f"-{os.getpgrp()}"], check=False)
             count += sum(len(batch) for batch in batches)
         except (RuntimeError, OSError):
             return "lost a worker"
