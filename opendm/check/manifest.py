@@ -162,13 +162,14 @@ def write_manifest(path: Path, files: DataFiles) -> None:
         raise ConfigError(f"--write-manifest {path} cannot be written: {error}") from error
 
 
-def check_manifest(path: Path, files: DataFiles) -> Iterator[Problem]:
+def check_manifest(path: Path, sums: Mapping[str, FileSum], files: DataFiles) -> Iterator[Problem]:
     """What differs from a manifest; of files of another size no byte is read.
 
-    Raises:
-        ConfigError: the manifest is missing or is none.
+    Args:
+        path: where the manifest is.
+        sums: what it says.
+        files: those that are there.
     """
-    sums = _read(path)
     if sums.keys().isdisjoint(files.sizes):
         reason = (
             f"names no file below {files.base}; its first is {next(iter(sums), None)!r}. "
@@ -198,7 +199,12 @@ def check_manifest(path: Path, files: DataFiles) -> Iterator[Problem]:
         yield _problem(files, name, reason, "manifest_extra").as_warning()
 
 
-def _read(path: Path) -> dict[str, FileSum]:
+def read_manifest(path: Path) -> dict[str, FileSum]:
+    """What a manifest says, by name.
+
+    Raises:
+        ConfigError: it is missing or is none.
+    """
     try:
         return decode(path.read_text(encoding="utf-8", errors="surrogateescape"))
     except OSError as error:

@@ -1,6 +1,6 @@
 """``check``: everything that can be known before a run starts, in one pass; and its short form."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -13,7 +13,14 @@ from opendm.check.contents import camera_row, count_left_out, leave_out, read_co
 from opendm.check.copies import SplitEpisodes, check_copies
 from opendm.check.dims import check_dims
 from opendm.check.episodes import check_episodes, check_index, check_samples, num_samples
-from opendm.check.manifest import DataFiles, check_manifest, list_files, write_manifest
+from opendm.check.manifest import (
+    DataFiles,
+    FileSum,
+    check_manifest,
+    list_files,
+    read_manifest,
+    write_manifest,
+)
 from opendm.check.pictures import (
     REPLACED_CODES,
     PictureRules,
@@ -84,9 +91,10 @@ def check(run: CheckedRun, options: DM05CheckConfig) -> CheckReport:
     """Look at everything; nothing stops at the first problem.
 
     Raises:
-        ConfigError: the model cannot be built with these flags.
+        ConfigError: the model cannot be built with these flags, or the manifest is none.
     """
     report = CheckReport()
+    sums = read_manifest(Path(options.manifest)) if options.manifest else None
     processor = _processor(run, report)
     splits = []
     for part in run.parts():
@@ -101,7 +109,8 @@ def check(run: CheckedRun, options: DM05CheckConfig) -> CheckReport:
     if report.counts.get("samples"):
         report.add(check_samples(report.counts["samples"], run.global_batch, run.name))
         report.add(check_statistics(run.data, run.model.chunk_size))
-    _check_manifest(run, options, report)
+    if sums is not None:
+        _check_manifest(run, options, sums, report)
     if options.model and not report.errors:
         from opendm.check.batch import check_batch
 
@@ -210,11 +219,11 @@ def _check_files(
     return selected
 
 
-def _check_manifest(run: CheckedRun, options: DM05CheckConfig, report: CheckReport) -> None:
-    if not options.manifest:
-        return
+def _check_manifest(
+    run: CheckedRun, options: DM05CheckConfig, sums: Mapping[str, FileSum], report: CheckReport
+) -> None:
     files = _files(run, options)
-    problems = list(check_manifest(Path(options.manifest), files))
+    problems = list(check_manifest(Path(options.manifest), sums, files))
     report.add(problems)
     verdict = f"{len(problems)} differences" if problems else "no difference"
     report.rows.append(("manifest", f"{verdict}; {_size(files)} in {files.base}"))

@@ -11,12 +11,14 @@ import lerobot_sets as sets
 import pytest
 from robot_sets import write_robot_set
 
+from opendm.check import run as check_run
 from opendm.check.manifest import (
     FileSum,
     check_manifest,
     decode,
     encode,
     list_files,
+    read_manifest,
     write_manifest,
 )
 from opendm.check.problem import to_json
@@ -42,7 +44,7 @@ def written(root, path):
 
 def look(root, path):
     """(name, code, severity) of each finding."""
-    found = check_manifest(path, list_files([str(root)], [str(path)]))
+    found = check_manifest(path, read_manifest(path), list_files([str(root)], [str(path)]))
     return sorted((Path(p.where).relative_to(root).as_posix(), p.code, p.severity) for p in found)
 
 
@@ -89,7 +91,7 @@ def test_what_is_cut_missing_or_new_is_named_with_expected_and_found(root, tmp_p
         (gone.relative_to(root).as_posix(), "manifest_missing", "error"),
         ("new.jpg", "manifest_extra", "warning"),
     ])  # fmt: skip
-    texts = [str(p) for p in check_manifest(path, list_files([str(root)]))]
+    texts = [str(p) for p in check_manifest(path, read_manifest(path), list_files([str(root)]))]
     assert f"{cut} file has {size - 1} bytes; the manifest says {size}" in texts
 
 
@@ -159,7 +161,7 @@ def test_what_is_no_manifest_or_of_another_set_is_said(root, tmp_path):
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "x.png").write_bytes(b"x")
     path = written(tmp_path / "other", tmp_path / "sums")
-    [problem] = check_manifest(path, list_files([str(root)]))
+    [problem] = check_manifest(path, read_manifest(path), list_files([str(root)]))
     assert problem.is_error
     assert "'x.png'" in problem.reason
     assert "manifest_other" in to_json([problem], {})
@@ -171,11 +173,17 @@ def test_a_name_that_leaves_the_folder_is_not_opened(tmp_path):
     (tmp_path / "secret").write_bytes(b"x")
     digest = hashlib.sha256(b"x").hexdigest()
     (tmp_path / "sums").write_text(f"{digest}  a\n{digest}  ../secret\n{digest}  /etc/hostname\n")
-    found = list(check_manifest(tmp_path / "sums", list_files([str(tmp_path / "set")])))
+    found = list(
+        check_manifest(
+            tmp_path / "sums", read_manifest(tmp_path / "sums"), list_files([str(tmp_path / "set")])
+        )
+    )
     assert [problem.code for problem in found] == ["manifest_missing"] * 2
 
 
-def test_the_command_writes_verifies_and_ends_with_3(tmp_path, tiny_checkpoint, capsys):
+def test_the_command_writes_verifies_and_ends_with_3(
+    tmp_path, tiny_checkpoint, capsys, monkeypatch
+):
     root = write_robot_set(tmp_path / "set", num_images=1, state_dim=2, action_dim=2)
     path = tmp_path / "out" / "sums"
     flags = [
@@ -205,12 +213,13 @@ def test_the_command_writes_verifies_and_ends_with_3(tmp_path, tiny_checkpoint, 
     assert status == 3
     assert f"error: {picture} file has SHA-256 {hashlib.sha256(content).hexdigest()}" in output.out
     assert not (tmp_path / "bad").exists()
+    monkeypatch.setattr(check_run, "_check_files", None)  # refused before any data is read
     assert code("--manifest", str(tmp_path / "gone"))[0] == 2
 
 
 def test_a_folder_that_is_gone_is_an_error_of_the_set(root, tmp_path):
     path = written(root, tmp_path / "sums")
     shutil.rmtree(root)
-    found = list(check_manifest(path, list_files([str(root)])))
+    found = list(check_manifest(path, read_manifest(path), list_files([str(root)])))
     assert found
     assert {problem.severity for problem in found} == {"error"}
