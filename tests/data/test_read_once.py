@@ -25,7 +25,7 @@ def listed(monkeypatch):
 
 def test_inside_a_folder_is_listed_and_opened_once(tmp_path, listed):
     write(tmp_path / "a.jsonl", [frame()] * 3)
-    data = config(tmp_path)
+    data = config(tmp_path, norm_stats_root=str(tmp_path / "statistics"))
     with read_once():
         first = data.open_source().source
         for _ in range(3):
