@@ -18,7 +18,7 @@ up to 3 cm on each axis inside the workspace. Training seeds count up from `--se
 from `--seed` + 20000, and `seeds.json` has each episode's, so that an evaluation can avoid them.
 
 **Label.** Actions are always the expert's. On odd seeds what is *executed* carries noise (sigma
-0.4 of the full command, 0.12 where a puck is moved, held for 6 steps), so that recoveries are
+0.4 of the full command, 0.1 while a puck is held, held for 6 steps), so that recoveries are
 recorded too. An episode ends at its first success, its last frame shows it, and failed episodes
 are replaced by later seeds.
 """
@@ -99,8 +99,10 @@ class Recorder:
 
     def record(self, seed: int) -> list[Frame] | None:
         """Play one episode; None when the expert did not succeed within `max_steps`."""
-        sigma = self.world.task.command_noise * (seed % 2)
-        noise = held_noise(np.random.default_rng((seed, 1)), self.max_steps, sigma)
+        task = self.world.task
+        rng = np.random.default_rng((seed, 1))
+        noise = held_noise(rng, self.max_steps, task.command_noise * (seed % 2))
+        calm = 1.0 if task.holding_noise is None else task.holding_noise / task.command_noise
         observation = self.world.reset(seed)
         frames: list[Frame] = []
         steps_left: int | None = None
@@ -110,7 +112,8 @@ class Recorder:
             if steps_left == 0:
                 return frames
             executed = np.clip(command, -1.0, 1.0)
-            executed[:3] = np.clip(executed[:3] + noise[step], -1.0, 1.0)
+            scale = calm if executed[3] > 0 else 1.0
+            executed[:3] = np.clip(executed[:3] + scale * noise[step], -1.0, 1.0)
             observation, is_success = self.world.step(executed)
             if steps_left is not None:
                 steps_left -= 1
@@ -169,9 +172,9 @@ class Job:
     seeds: range
 
 
-def plan_jobs(name: str, options: argparse.Namespace) -> list[Job]:
+def plan_jobs(name: str, num_episodes: int, options: argparse.Namespace) -> list[Job]:
     """The episodes of a task. Each is a function of its number, however they are shared out."""
-    num_train = options.episodes_per_task - options.heldout_per_task
+    num_train = num_episodes - options.heldout_per_task
     splits = {
         "train": (options.seed, 0, num_train),
         "heldout": (
@@ -246,9 +249,15 @@ def check_options(options: argparse.Namespace) -> None:
     """Reject what would only fail later."""
     for name in options.tasks:
         find_task(name)
+    counts = options.episodes_per_task
+    if len(counts) not in (1, len(options.tasks)):
+        raise ConfigError(
+            f"--episodes-per-task has {len(counts)} numbers for {len(options.tasks)} tasks; give "
+            "one for all or one for each, in their order"
+        )
     limits = {
-        "episodes-per-task": (options.episodes_per_task, 1, 10_000),
-        "heldout-per-task": (options.heldout_per_task, 0, options.episodes_per_task),
+        "episodes-per-task": (min(counts), 1, 10_000),
+        "heldout-per-task": (options.heldout_per_task, 0, min(counts)),
         "image-size": (options.image_size, 16, 480),  # Meta-World's frame buffer has 480 lines
         "jpeg-quality": (options.jpeg_quality, 1, 100),
         "max-steps": (options.max_steps, 2, 500),  # Meta-World refuses step 501
@@ -269,7 +278,10 @@ def parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
     add = parser.add_argument
     add("--output", type=Path, required=True, help="folder that gets train, heldout and images")
     add("--tasks", nargs="+", default=list(DEFAULT_TASKS), help=f"any of: {', '.join(TASKS)}")
-    add("--episodes-per-task", type=int, default=10, help="held-out ones included")
+    add(
+        "--episodes-per-task", type=int, nargs="+", default=[10],
+        help="one number for all or one per task, held-out ones included",
+    )  # fmt: skip
     add("--heldout-per-task", type=int, default=2, help="episodes written to heldout")
     add("--image-size", type=int, default=112, help="pixels per side")
     add("--jpeg-quality", type=int, default=70, help="1 to 100")
@@ -286,8 +298,11 @@ def collect(options: argparse.Namespace) -> None:
     check_options(options)
     prepare_simulator(options.gl)
     clear_output(options.output, overwrite=options.overwrite)
-    tasks = list(dict.fromkeys(options.tasks))
-    jobs = [job for name in tasks for job in plan_jobs(name, options)]
+    counts = options.episodes_per_task
+    if len(counts) == 1:
+        counts = counts * len(options.tasks)
+    tasks = dict(zip(options.tasks, counts, strict=True))
+    jobs = [job for name, count in tasks.items() for job in plan_jobs(name, count, options)]
     shares = [(jobs[first :: options.processes], options) for first in range(options.processes)]
     if options.processes == 1:
         parts = [record_jobs(*shares[0])]

@@ -4,6 +4,8 @@ import dataclasses
 import io
 import json
 import math
+import runpy
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -26,6 +28,7 @@ from opendm.eval.metaworld.statistics import Z_95, Rate
 from opendm.eval.metaworld.tasks import TASKS, find_task
 from opendm.infer.layout import PolicyLayout
 
+REPOSITORY = Path(__file__).parents[2]
 LAYOUT = PolicyLayout(
     dataset_name="metaworld",
     image_keys=["images_1", "images_2"],
@@ -283,3 +286,13 @@ def test_a_missing_simulator_names_the_extra(monkeypatch):
     monkeypatch.setattr(environment.importlib, "import_module", missing)
     with pytest.raises(ConfigError, match=r"No module named 'mujoco'.*pip install 'opendm\[sim\]'"):
         environment.prepare_simulator("osmesa")
+
+
+def test_numbers_of_episodes_are_one_for_all_tasks_or_one_for_each(tmp_path, capsys):
+    collector = runpy.run_path(str(REPOSITORY / "playground/collect_metaworld.py"))
+    tasks = ["--tasks", *list(TASKS)[:3]]
+    output = tmp_path / "new"
+    counts = ["--episodes-per-task", "5", "6"]
+    assert collector["main"](["--output", str(output), *tasks, *counts]) == 2
+    assert "2 numbers for 3 tasks" in capsys.readouterr().err
+    assert not output.exists()

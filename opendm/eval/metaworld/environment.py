@@ -36,6 +36,7 @@ MIN_IMAGE_STD: Final = 5.0
 DISC_SIZE_M: Final = (0.035, 0.002)
 """Radius and half height."""
 DISC_COLOUR: Final = (0.1, 0.25, 0.9, 1.0)
+PUCK_COLOUR: Final = (1.0, 0.8, 0.1, 1.0)
 
 Image = NDArray[np.uint8]
 Vector = NDArray[np.float64]
@@ -182,6 +183,9 @@ def _make_env(environment: str, task: Task) -> "SawyerXYZEnv":
         env.model.site("goal").size[:] = task.goal_radius_m
     if task.has_disc:
         env.model.site("goal").rgba[:] = 0.0
+        puck = env.model.geom("objGeom")
+        puck.matid[:] = -1  # a dark material, which hardly differs from the table
+        puck.rgba[:] = PUCK_COLOUR
     if task.start_range is not None:
         low, high = map(np.array, task.start_range)
         env._random_reset_space = Box(low, high, dtype=np.float64)  # noqa: SLF001

@@ -22,12 +22,14 @@ class Task:
     """Control steps recorded after the first success, so that the arrival is seen to be held."""
     command_noise: float = 0.4
     """Standard deviation of what disturbs the recorded expert, in units of a full command."""
+    holding_noise: float | None = None
+    """The same once the gripper is told to close; None keeps `command_noise`."""
     start_range: Range | None = None
     """Object position, and goal position where Meta-World draws one; None keeps its own range."""
     goal_radius_m: float | None = None
     """Radius at which the goal marker is drawn; None keeps Meta-World's 2 cm."""
     has_disc: bool = False
-    """Show a disc on the table under the goal instead of Meta-World's marker."""
+    """Show a disc on the table under the goal instead of Meta-World's marker, and a bright puck."""
 
 
 def _on_the_table(goal_height_m: float) -> Range:
@@ -54,16 +56,31 @@ TASKS: Final[dict[str, Task]] = {
     "window-close-v3": Task("Slide the window closed"),
     "window-open-v3": Task("Slide the window open"),
     # One scene for three tasks: a puck and a disc, drawn from the same ranges. Meta-World tells
-    # them apart by the marker's colour and height; here only the sentence does. With more noise the
-    # expert drops or misses the puck: at 0.4 it fails 25 of 30 pushes, at 0.1 one.
+    # them apart by the marker's colour and height; here only the sentence does. Much noise makes
+    # the expert lose the puck once it has it (at 0.4 it fails 25 of 30 pushes), and none before
+    # that leaves nothing to learn about hands that come down beside it.
     "alike-reach-v3": Task(
-        "Hold the gripper above the disc", "reach-v3", 8, 0.4, _on_the_table(0.15), has_disc=True
+        "Hold the gripper above the disc",
+        "reach-v3",
+        8,
+        start_range=_on_the_table(0.15),
+        has_disc=True,
     ),
     "alike-push-v3": Task(
-        "Push the puck onto the disc", "push-v3", 8, 0.12, _on_the_table(0.02), has_disc=True
+        "Push the puck onto the disc",
+        "push-v3",
+        8,
+        holding_noise=0.1,
+        start_range=_on_the_table(0.02),
+        has_disc=True,
     ),
     "alike-pick-place-v3": Task(
-        "Lift the puck above the disc", "pick-place-v3", 8, 0.12, _on_the_table(0.15), has_disc=True
+        "Lift the puck above the disc",
+        "pick-place-v3",
+        8,
+        holding_noise=0.1,
+        start_range=_on_the_table(0.15),
+        has_disc=True,
     ),
 }
 
