@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: setup check test soak demo demo-sim bench-sim test-sim fmt
+.PHONY: setup check test soak demo demo-sim demo-sim-five bench-sim test-sim fmt
 
 setup: $(STAMP)
 
@@ -39,6 +39,10 @@ $(SIM): $(STAMP)
 
 demo-sim: $(SIM)
 	bash script/demo_sim.sh
+
+demo-sim-five: $(SIM)
+	SIM_SET=five bash script/demo_sim.sh
+	$(BIN)/python benchmarks/training/sim_criteria.py user_checkpoints/demo_sim_five/metaworld.json
 
 bench-sim: $(SIM)
 	bash script/bench_sim.sh

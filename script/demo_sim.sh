@@ -1,37 +1,53 @@
 #!/usr/bin/env bash
 # Close the loop in a simulator: record 100 scripted demonstrations of a button press whose start
 # varies widely, train a small DM0.5 from random weights on them, and let it act on 100 starts that
-# nobody has seen, beside controls that show what it owes to its eyes.
+# nobody has seen, beside controls that show what it owes to its eyes. SIM_SET=five does so with one
+# policy for five tasks, three of which share their scene.
 # SIM_SEED, SIM_STEPS, SIM_EPISODES and SIM_OUTPUT change what is set below; arguments
 # are further flags of the training.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
+case "${SIM_SET:-one}" in
+  one)
+    dataset=metaworld start=sim output=demo_sim steps=2400 episodes=100 counts=(100)
+    tasks=(button-press-topdown-v3)
+    ;;
+  five)
+    dataset=metaworld_five start=sim-five output=demo_sim_five steps=12000 episodes=50
+    counts=(100 60 100 160 160)
+    tasks=(button-press-topdown-v3 drawer-open-v3 alike-reach-v3 alike-push-v3 alike-pick-place-v3)
+    ;;
+  *)
+    echo "SIM_SET is '$SIM_SET'; allowed: one, five" >&2
+    exit 2
+    ;;
+esac
 seed="${SIM_SEED:-42}"
-steps="${SIM_STEPS:-2400}"
-episodes="${SIM_EPISODES:-100}"
-task=button-press-topdown-v3
-data=data/metaworld
-start="checkpoints/sim-$seed"
-output="${SIM_OUTPUT:-user_checkpoints/demo_sim}"
+steps="${SIM_STEPS:-$steps}"
+episodes="${SIM_EPISODES:-$episodes}"
+data="data/$dataset"
+start="checkpoints/$start-$seed"
+output="${SIM_OUTPUT:-user_checkpoints/$output}"
 opendm=.venv/bin/opendm
 
-echo "== 1/4 100 demonstrations of $task: $data"
+echo "== 1/4 demonstrations, ${counts[*]} of ${tasks[*]}: $data"
 [ -f "$data/seeds.json" ] || OMP_NUM_THREADS=1 .venv/bin/python playground/collect_metaworld.py \
-  --output "$data" --tasks "$task" --episodes-per-task 100 --heldout-per-task 0 \
+  --output "$data" --tasks "${tasks[@]}" --episodes-per-task "${counts[@]}" --heldout-per-task 0 \
   --image-size 96 --jpeg-quality 90 --processes 2 --overwrite
 
 echo "== 2/4 a small checkpoint with random weights: $start"
-"$opendm" tiny-checkpoint --size sim --dataset-name metaworld --seed "$seed" --output "$start"
+"$opendm" tiny-checkpoint --size sim --dataset-name "$dataset" --seed "$seed" --output "$start"
 
 echo "== 3/4 training, $steps steps: $output"
 rm -rf "$output"
 script/dm05_launcher.sh --nproc_per_node 2 --exp playground/dm05_metaworld.py \
+  --data-config.dataset-name "$dataset" \
   --model-config.model-name-or-path "$start" --trainer-config.output-dir "$output" \
-  --trainer-config.num-train-steps "$steps" --trainer-config.save-steps $((steps / 4)) \
+  --trainer-config.num-train-steps "$steps" --trainer-config.save-steps $((steps / 8)) \
   --trainer-config.per-device-train-batch-size 8 --trainer-config.no-fsdp1 \
   --trainer-config.seed "$seed" "$@"
 
 echo "== 4/4 $episodes unseen starts, with controls"
-"$opendm" eval metaworld --task "$task" --episodes "$episodes" --seed 50000 \
+"$opendm" eval metaworld --task "${tasks[@]}" --episodes "$episodes" --seed 50000 \
   --checkpoint "$output" --untrained "$start" --output "$output"

@@ -5,7 +5,8 @@
 Times are processor seconds of whole AdamW steps of the simulator's model (``tiny-checkpoint --size
 sim``, chunk 16, two pictures, 64 tokens), best of the rounds, draws interleaved. Operations are
 counted by torch over one forward pass; for the released shape (448-pixel pictures, chunk 50, two
-pictures, 564 tokens) they are counted on tensors without numbers.
+pictures, 564 tokens) they are counted on tensors without numbers, and its time is that of forward
+and backward passes of a few of its layers, in the same proportion, for one observation.
 """
 
 import argparse
@@ -31,6 +32,8 @@ from opendm.model.dm05.tiny import RESERVED, SIZES, random_model, tiny_config
 DRAWS: Final = (1, 2, 4, 8)
 VOCAB, NUM_VIEWS, SIM_LENGTH, SIM_CHUNK = 768, 2, 64, 16
 RELEASED_LENGTH, RELEASED_CHUNK = 564, 50
+RELEASED_LAYERS, SOME_LAYERS = (34, 27), (4, 3)
+"""Of text (and of the Action Expert) and of vision."""
 IMAGE_TOKEN: Final = RESERVED.index("<image_soft_token>")
 
 
@@ -51,16 +54,16 @@ def make_batch(rows: int, length: int, chunk: int, config: DM05Config) -> dict[s
     }
 
 
-def released_config() -> DM05Config:
+def released_config(layers: tuple[int, int] = RELEASED_LAYERS) -> DM05Config:
     """The released sizes: Gemma 3 4B, SigLIP So400m at 448 pixels, an expert of width 1024."""
     text: dict[str, Any] = {
-        "hidden_size": 2560, "intermediate_size": 10_240, "num_hidden_layers": 34,
+        "hidden_size": 2560, "intermediate_size": 10_240, "num_hidden_layers": layers[0],
         "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256,
     }  # fmt: skip
     vision = {
         "model_type": "siglip_vision_model", "hidden_size": 1152, "intermediate_size": 4304,
-        "num_hidden_layers": 27, "num_attention_heads": 16, "image_size": 448, "patch_size": 14,
-        "vision_use_head": False,
+        "num_hidden_layers": layers[1], "num_attention_heads": 16, "image_size": 448,
+        "patch_size": 14, "vision_use_head": False,
     }  # fmt: skip
     expert = {**text, "hidden_size": 1024, "intermediate_size": 4096}
     return DM05Config(
@@ -85,22 +88,43 @@ def best_times(steps: dict[Any, Callable[[], None]], rounds: int) -> dict[Any, f
 
 
 def training_steps(
-    model: DM05ForConditionalGeneration, batch: dict[str, torch.Tensor]
+    model: DM05ForConditionalGeneration, batch: dict[str, torch.Tensor], *, updates: bool
 ) -> dict[int, Callable[[], None]]:
-    """A whole step for each number of draws."""
+    """Forward and backward pass for each number of draws, and AdamW's update."""
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    optimizer = torch.optim.AdamW(trained, lr=1e-5)
+    optimizer = torch.optim.AdamW(trained, lr=1e-5, fused=True)
 
     def make(draws: int) -> Callable[[], None]:
         def step() -> None:
             model.num_noise_samples = draws
             model(**batch).loss.backward()
-            optimizer.step()
+            if updates:
+                optimizer.step()
             optimizer.zero_grad()
 
         return step
 
     return {draws: make(draws) for draws in DRAWS}
+
+
+def plain_training(model: DM05ForConditionalGeneration) -> DM05ForConditionalGeneration:
+    """In training mode, in float32, with torch's attention."""
+    model.train().set_attention_implementation(
+        llm_attn_implementation="sdpa",
+        vision_attn_implementation="sdpa",
+        action_attn_implementation="sdpa",
+        bf16=False,
+    )
+    return model
+
+
+def report_times(title: str, times: dict[Any, float]) -> None:
+    """Print seconds a step, and what each number of draws costs."""
+    print(f"\n{title}, seconds a step")
+    for draws in DRAWS:
+        print(f"  {draws} draws{times[draws]:>10.3f}  {times[draws] / times[1]:.3f} of one draw")
+    each = (times[8] - times[1]) / 7
+    print(f"  each further draw{each:>8.3f}  {each / times[1]:.1%}")
 
 
 def count_operations(
@@ -166,30 +190,25 @@ def main() -> None:
     torch.manual_seed(0)
     size = SIZES["sim"]
     config = tiny_config(VOCAB, chunk_size=SIM_CHUNK, images=size.images, mlp_ratio=size.mlp_ratio)
-    model = random_model(config).train()
-    model.set_attention_implementation(
-        llm_attn_implementation="sdpa",
-        vision_attn_implementation="sdpa",
-        action_attn_implementation="sdpa",
-        bf16=False,
-    )
+    model = plain_training(random_model(config))
     batch = make_batch(options.rows, SIM_LENGTH, SIM_CHUNK, config)
-    times = best_times({**training_steps(model, batch), **parts(model, batch)}, options.rounds)
-    print(f"\nsimulator's model, {options.rows} observations, seconds a step")
-    for draws in DRAWS:
-        print(f"  {draws} draws{times[draws]:>10.3f}  {times[draws] / times[1]:.3f} of one draw")
+    steps = training_steps(model, batch, updates=True)
+    times = best_times({**steps, **parts(model, batch)}, options.rounds)
+    report_times(f"simulator's model, {options.rows} observations", times)
     for name in ("vision tower", "text layers"):
         print(
             f"  {name} alone{times[name]:>10.3f}  {times[name] / times[1]:.1%} of one draw's step"
         )
-    each = (times[8] - times[1]) / 7
-    print(f"  each further draw{each:>8.3f}  {each / times[1]:.1%}")
     report_operations("simulator's model", count_operations(model, batch))
     released = skeleton(DM05ForConditionalGeneration, released_config(), None)
     with FakeTensorMode(allow_non_fake_inputs=True):  # shapes without numbers
         released.to_empty(device="cpu")
         fake = make_batch(1, RELEASED_LENGTH, RELEASED_CHUNK, released.config)
         report_operations("released shape", count_operations(released, fake))
+    some = plain_training(random_model(released_config(SOME_LAYERS)))
+    batch = make_batch(1, RELEASED_LENGTH, RELEASED_CHUNK, some.config)
+    times = best_times(training_steps(some, batch, updates=False), 2)
+    report_times(f"released widths, {SOME_LAYERS} layers, without the update", times)
 
 
 if __name__ == "__main__":

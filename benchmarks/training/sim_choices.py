@@ -1,32 +1,44 @@
 """How soon a policy solves nine of ten starts, by optimizer, draws of noise and averaged weights.
 
-    python benchmarks/training/sim_choices.py [--steps N] [--output FOLDER]
+    make bench-sim && python benchmarks/training/sim_choices.py [--output FOLDER]
 
-Needs the simulator, and the demonstrations that `make demo-sim` records. Every run is the
-demonstration's training on two processes with other flags. The rates of both optimizers are tuned
-alike: the same factors around the same rate with the first seed, the best of them with all seeds.
-Checkpoints are evaluated on unseen starts that are not those of `make demo-sim`. Minutes are the
-steps' own time, as `metrics.jsonl` has it. What is there already is not run again.
+The runs of `make bench-sim` are the first rows; every other run is the same training with other
+flags. The rates of both optimizers are tuned alike: short runs of the first seed at the same rates
+around the preset's, and the rate of the least loss over the last sixth is used with all seeds.
+Averages are compared within the same runs: checkpoints have the trained weights beside them.
+Checkpoints are evaluated on unseen starts that are not those of `make bench-sim`, from the last one
+back to the first that misses the goal. Minutes are the steps' own time, as `metrics.jsonl` has it.
+What is there already is not run again.
 """
 
 import argparse
 import json
+import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
+
+import torch
+from safetensors.torch import load_file, save_file
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from machine import describe_machine
+
+from opendm.model.dm05.checkpoint_files import released_name
 
 REPOSITORY: Final = Path(__file__).parents[2]
 OPENDM: Final = str(Path(sys.executable).parent / "opendm")
 TASK: Final = "button-press-topdown-v3"
 SEEDS: Final = (1, 2, 3)
 RATES: Final = ("5e-4", "1e-3", "2e-3")
+TUNING_STEPS: Final = 600
+NUM_STEPS: Final = 2400
+BENCH: Final = REPOSITORY / "user_checkpoints" / "bench_sim"
+"""Runs of the preset's own choice: AdamW at 1e-3, 4 draws, averaged."""
 FIRST_START: Final = 80_000
 NUM_STARTS: Final = 50
 NUM_CHECKPOINTS: Final = 8
@@ -40,21 +52,25 @@ class Choice:
     name: str
     flags: tuple[str, ...]
 
+    def folder(self, output: Path, seed: int) -> Path:
+        """Where its run with a seed goes."""
+        if self == PRESET and output.name != "tuning":
+            return BENCH / f"seed{seed}"
+        return output / f"{self.name.replace(' ', '_').replace(',', '')}_{seed}"
+
 
 @dataclass(frozen=True, slots=True)
 class Curve:
-    """Success of one run by optimizer steps and minutes of training."""
+    """Success of one run by optimizer steps, from the first good checkpoint's predecessor on."""
 
-    steps: list[int]
-    minutes: list[float]
-    success: list[float]
+    success: dict[int, float]
+    minutes_per_step: float
 
+    @property
     def first_good(self) -> int | None:
-        """Place of the first checkpoint from which on every one reaches the goal."""
-        good = len(self.success)
-        while good and self.success[good - 1] >= GOAL:
-            good -= 1
-        return None if good == len(self.success) else good
+        """Steps of the first checkpoint from which on every one reaches the goal."""
+        good = [step for step, share in self.success.items() if share >= GOAL]
+        return min(good) if self.success[max(self.success)] >= GOAL else None
 
 
 def optimizer(name: str, rate: str) -> Choice:
@@ -63,11 +79,13 @@ def optimizer(name: str, rate: str) -> Choice:
     return Choice(f"{name} {rate}", flags)
 
 
-def run(choice: Choice, seed: int, num_steps: int, output: Path) -> Curve:
-    """Train and evaluate, or read what an earlier call left."""
-    folder = output / f"{choice.name.replace(' ', '_')}_{seed}"
-    result = folder / "metaworld.json"
-    if not result.is_file():
+PRESET: Final = optimizer("adamw", "1e-3")
+
+
+def train(choice: Choice, seed: int, output: Path, num_steps: int = NUM_STEPS) -> list[Path]:
+    """Checkpoints of a run, the last one first."""
+    folder = choice.folder(output, seed)
+    if not (folder / f"checkpoint-{num_steps}" / "manifest.json").is_file():
         start = output / f"start_{seed}"
         made = ["tiny-checkpoint", "--size", "sim", "--dataset-name", "metaworld"]
         call([OPENDM, *made, "--seed", str(seed), "--output", str(start)])
@@ -81,21 +99,7 @@ def run(choice: Choice, seed: int, num_steps: int, output: Path) -> Curve:
             "--trainer-config.per-device-train-batch-size", "8", "--trainer-config.no-fsdp1",
             "--trainer-config.seed", str(seed), "--trainer-config.overwrite", *choice.flags,
         ])  # fmt: skip
-        checkpoints = sorted(folder.glob("checkpoint-*"), key=step_of)
-        call([
-            OPENDM, "eval", "metaworld", "--no-controls", "--task", TASK,
-            "--episodes", str(NUM_STARTS), "--seed", str(FIRST_START),
-            "--checkpoint", *map(str, checkpoints), "--output", str(folder),
-        ])  # fmt: skip
-    rates = json.loads(result.read_text(encoding="utf-8"))["tasks"][TASK]["by_step"]
-    lines = (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-    times = [json.loads(line)["step_s"] for line in lines]
-    steps = sorted(map(int, rates))
-    return Curve(
-        steps,
-        [sum(times[:step]) / 60 for step in steps],
-        [rates[str(step)]["successes"] / rates[str(step)]["episodes"] for step in steps],
-    )
+    return sorted(folder.glob("checkpoint-*"), key=step_of, reverse=True)
 
 
 def step_of(checkpoint: Path) -> int:
@@ -103,56 +107,108 @@ def step_of(checkpoint: Path) -> int:
     return int(checkpoint.name.removeprefix("checkpoint-"))
 
 
+def trained_weights(checkpoint: Path) -> Path:
+    """The same checkpoint with the weights that were trained in place of their average."""
+    copy = checkpoint.parent / "no_average" / checkpoint.name
+    if not copy.is_dir():
+        shutil.copytree(checkpoint, copy, ignore=shutil.ignore_patterns("state", "manifest.json"))
+        weights = load_file(copy / "model.safetensors")
+        for part in sorted((checkpoint / "state").glob("state-*.safetensors")):
+            weights |= whole_weights(part, weights)
+        save_file(weights, copy / "model.safetensors", metadata={"format": "pt"})
+    return copy
+
+
+def whole_weights(part: Path, like: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """What one rank saved: under DDP each has some of the parameters, whole."""
+    saved = {
+        released_name(key.removesuffix("/weight")): tensor
+        for key, tensor in load_file(part).items()
+        if key.endswith("/weight")
+    }
+    return {name: tensor.view_as(like[name]) for name, tensor in saved.items()}
+
+
 def call(words: Sequence[str]) -> None:
     """Run a command in the repository; its output goes to the error stream."""
     subprocess.run(words, cwd=REPOSITORY, check=True, stdout=sys.stderr)
 
 
-def row(choice: Choice, seed: int, curve: Curve) -> str:
-    """A line of the table."""
-    first = curve.first_good()
-    reached = "not reached | " if first is None else f"{curve.steps[first]} | "
-    reached += "" if first is None else f"{curve.minutes[first]:.1f}"
-    shares = " ".join(f"{share:.0%}" for share in curve.success)
-    return f"| {choice.name} | {seed} | {reached} | {curve.minutes[-1]:.1f} | {shares} |"
+def success(checkpoint: Path) -> float:
+    """Share of the starts that a checkpoint solves."""
+    page = checkpoint.with_name(f"success-{step_of(checkpoint)}")
+    result = page / "metaworld.json"
+    if not result.is_file():
+        call([
+            OPENDM, "eval", "metaworld", "--no-controls", "--task", TASK,
+            "--episodes", str(NUM_STARTS), "--seed", str(FIRST_START),
+            "--checkpoint", str(checkpoint), "--output", str(page),
+        ])  # fmt: skip
+    rates = json.loads(result.read_text(encoding="utf-8"))["tasks"][TASK]["by_step"]
+    (rate,) = rates.values()
+    return float(rate["successes"] / rate["episodes"])
+
+
+def tuned(name: str, output: Path) -> Choice:
+    """An optimizer at the rate that is best in a short run."""
+    losses = {}
+    for choice in (optimizer(name, rate) for rate in RATES):
+        train(choice, SEEDS[0], output / "tuning", TUNING_STEPS)
+        records = metrics(choice.folder(output / "tuning", SEEDS[0]))
+        last = [record["loss"] for record in records[-TUNING_STEPS // 6 :]]
+        losses[choice] = sum(last) / len(last)
+        print(f"tuning: {choice.name}, {TUNING_STEPS} steps, loss {losses[choice]:.4f}", flush=True)
+    return min(losses, key=losses.__getitem__)
+
+
+def metrics(folder: Path) -> list[dict[str, Any]]:
+    """What a run wrote of every step."""
+    lines = (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    return [json.loads(line) for line in lines]
+
+
+def measure(label: str, seed: int, folder: Path, checkpoints: Sequence[Path]) -> Curve:
+    """Evaluate back to the first checkpoint that misses the goal; print a line of the table."""
+    times = sorted(record["step_s"] for record in metrics(folder))
+    shares: dict[int, float] = {}
+    for checkpoint in checkpoints:
+        shares[step_of(checkpoint)] = share = success(checkpoint)
+        if share < GOAL:
+            break
+    curve = Curve(dict(sorted(shares.items())), times[len(times) // 2] / 60)
+    first = curve.first_good
+    reached = f"{first} | {first * curve.minutes_per_step:.1f}" if first else "not reached |"
+    seconds = curve.minutes_per_step * 60
+    by_step = ", ".join(f"{step}: {share:.0%}" for step, share in curve.success.items())
+    print(f"| {label} | {seed} | {reached} | {seconds:.3f} | {by_step} |", flush=True)
+    return curve
 
 
 def main() -> None:
     """Print the table, a line as soon as it is there."""
     parser = argparse.ArgumentParser()
-    parser.add_argument("--steps", type=int, default=2000)
     parser.add_argument("--output", type=Path, default=Path("user_checkpoints/sim_choices"))
-    options = parser.parse_args()
-    output = options.output.resolve()
+    output = parser.parse_args().output.resolve()
     print(describe_machine())
+    best = {name: tuned(name, output) for name in ("adamw", "muon_adamw")}
     print(
-        f"| Choice | Seed | Steps to {GOAL:.0%} | Minutes to it | Minutes in all | By checkpoint |"
+        f"| Choice | Seed | Steps to {GOAL:.0%} | Minutes to it | Seconds a step | By checkpoint |"
     )
     print("|---|---|---|---|---|---|", flush=True)
 
-    def measure(choice: Choice, seed: int) -> Curve:
-        curve = run(choice, seed, options.steps, output)
-        print(row(choice, seed, curve), flush=True)
-        return curve
-
-    best: dict[str, Choice] = {}
-    for name in ("adamw", "muon_adamw"):
-        tuned = {rate: optimizer(name, rate) for rate in RATES}
-        mean = {
-            rate: sum(curve.success) / len(curve.success)
-            for rate, choice in tuned.items()
-            for curve in [measure(choice, SEEDS[0])]
-        }
-        best[name] = tuned[max(mean, key=mean.__getitem__)]
-        for seed in SEEDS[1:]:
-            measure(best[name], seed)
-    adamw = best["adamw"]
-    for label, flags in (
-        ("1 draw", ("--model-config.num-noise-samples", "1")),
-        ("no average", ("--trainer-config.ema-decay", "0")),
-    ):
+    def run(choice: Choice) -> None:
         for seed in SEEDS:
-            measure(Choice(f"{adamw.name}, {label}", (*adamw.flags, *flags)), seed)
+            checkpoints = train(choice, seed, output)
+            measure(choice.name, seed, choice.folder(output, seed), checkpoints)
+
+    run(best["adamw"])
+    for seed in SEEDS:
+        copies = [trained_weights(path) for path in train(best["adamw"], seed, output)]
+        label = f"{best['adamw'].name}, no average"
+        measure(label, seed, best["adamw"].folder(output, seed), copies)
+    run(best["muon_adamw"])
+    flags = (*best["adamw"].flags, "--model-config.num-noise-samples", "1")
+    run(Choice(f"{best['adamw'].name}, 1 draw", flags))
 
 
 if __name__ == "__main__":
