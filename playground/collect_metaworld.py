@@ -16,11 +16,12 @@ effector as it is now.
 the task's range (Meta-World's own, or that of `tasks.py`), and the hand start is jittered by
 up to 3 cm on each axis inside the workspace. Training seeds count up from `--seed`, held-out seeds
 from `--seed` + 20000, and `seeds.json` has each episode's, so that an evaluation can avoid them.
+What was recorded is in `recording.json`, written last; `--keep` leaves the same recording alone.
 
 **Label.** Actions are always the expert's. On odd seeds what is *executed* carries noise (sigma
 0.4 of the full command, 0.1 while a puck is held, held for 6 steps), so that recoveries are
-recorded too. An episode ends at its first success, its last frame shows it, and failed episodes
-are replaced by later seeds.
+recorded too. An episode ends at its first success, or 8 steps later where an arrival is to be held;
+its last frame shows it, and failed episodes are replaced by later seeds.
 """
 
 import argparse
@@ -30,8 +31,8 @@ import multiprocessing
 import re
 import shutil
 import sys
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -57,6 +58,7 @@ if TYPE_CHECKING:
 NOISE_HOLD_STEPS = 6
 HELDOUT_SEED_OFFSET = 20_000
 ATTEMPTS_PER_EPISODE = 10
+RECORDING_FILE = "recording.json"
 EPISODE_NAME = re.compile(r"[a-z-]+-v3_\d+")
 DEFAULT_TASKS = ("button-press-topdown-v3", "drawer-open-v3", "reach-v3")
 
@@ -240,6 +242,8 @@ def clear_output(root: Path, *, overwrite: bool) -> None:
             f"{root} already has {len(episodes)} episodes; choose another --output or add "
             "--overwrite to delete them"
         )
+    for name in (RECORDING_FILE, SEEDS_FILE):
+        (root / name).unlink(missing_ok=True)
     for path in episodes:
         path.unlink()
         shutil.rmtree(root / "images" / path.stem, ignore_errors=True)
@@ -289,19 +293,44 @@ def parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--max-steps", type=int, default=200, help="control steps after which an episode failed")
     add("--processes", type=int, default=1, help="recording at once; the episodes are the same")
     add("--gl", choices=list(GL_LIBRARIES), default=gl, help="default: MUJOCO_GL, else osmesa")
+    add("--keep", action="store_true", help="do nothing where --output has the same recording")
     add("--overwrite", action="store_true", help="delete the episodes that --output has")
     return parser.parse_args(arguments)
+
+
+def recording(options: argparse.Namespace, tasks: Mapping[str, int]) -> dict[str, object]:
+    """All that decides what is recorded, as JSON has it."""
+    names = ("heldout_per_task", "image_size", "jpeg_quality", "seed", "max_steps")
+    found = {
+        "tasks": {name: {"episodes": tasks[name], **asdict(find_task(name))} for name in tasks},
+        "noise_hold_steps": NOISE_HOLD_STEPS,
+        **{name: getattr(options, name) for name in names},
+    }
+    return json.loads(json.dumps(found))
+
+
+def has_recording(root: Path, wanted: Mapping[str, object]) -> bool:
+    """Whether a folder has exactly this recording, to its end."""
+    path = root / RECORDING_FILE
+    try:
+        return path.is_file() and json.loads(path.read_text(encoding="utf-8")) == wanted
+    except ValueError:
+        return False
 
 
 def collect(options: argparse.Namespace) -> None:
     """Record all tasks."""
     check_options(options)
-    prepare_simulator(options.gl)
-    clear_output(options.output, overwrite=options.overwrite)
     counts = options.episodes_per_task
     if len(counts) == 1:
         counts = counts * len(options.tasks)
     tasks = dict(zip(options.tasks, counts, strict=True))
+    wanted = recording(options, tasks)
+    if options.keep and has_recording(options.output, wanted):
+        sys.stdout.write(f"{options.output} has this recording already\n")
+        return
+    prepare_simulator(options.gl)
+    clear_output(options.output, overwrite=options.overwrite)
     jobs = [job for name, count in tasks.items() for job in plan_jobs(name, count, options)]
     shares = [(jobs[first :: options.processes], options) for first in range(options.processes)]
     if options.processes == 1:
@@ -312,6 +341,7 @@ def collect(options: argparse.Namespace) -> None:
     done = {name: found for part in parts for name, found in part.items()}
     seeds = {job.name: done[job.name][0] for job in jobs}
     (options.output / SEEDS_FILE).write_text(json.dumps(seeds, indent=2) + "\n")
+    (options.output / RECORDING_FILE).write_text(json.dumps(wanted, indent=2) + "\n")
     for name in tasks:
         lengths = [done[job.name][1] for job in jobs if job.task == name]
         sys.stdout.write(

@@ -32,21 +32,20 @@ output="${SIM_OUTPUT:-user_checkpoints/$output}"
 opendm=.venv/bin/opendm
 
 echo "== 1/4 demonstrations, ${counts[*]} of ${tasks[*]}: $data"
-[ -f "$data/seeds.json" ] || OMP_NUM_THREADS=1 .venv/bin/python playground/collect_metaworld.py \
+OMP_NUM_THREADS=1 .venv/bin/python playground/collect_metaworld.py \
   --output "$data" --tasks "${tasks[@]}" --episodes-per-task "${counts[@]}" --heldout-per-task 0 \
-  --image-size 96 --jpeg-quality 90 --processes 2 --overwrite
+  --image-size 96 --jpeg-quality 90 --processes 2 --keep --overwrite
 
 echo "== 2/4 a small checkpoint with random weights: $start"
 "$opendm" tiny-checkpoint --size sim --dataset-name "$dataset" --seed "$seed" --output "$start"
 
 echo "== 3/4 training, $steps steps: $output"
-rm -rf "$output"
 script/dm05_launcher.sh --nproc_per_node 2 --exp playground/dm05_metaworld.py \
   --data-config.dataset-name "$dataset" \
   --model-config.model-name-or-path "$start" --trainer-config.output-dir "$output" \
-  --trainer-config.num-train-steps "$steps" --trainer-config.save-steps $((steps / 8)) \
+  --trainer-config.num-train-steps "$steps" --trainer-config.save-steps $(((steps + 7) / 8)) \
   --trainer-config.per-device-train-batch-size 8 --trainer-config.no-fsdp1 \
-  --trainer-config.seed "$seed" "$@"
+  --trainer-config.seed "$seed" --trainer-config.overwrite "$@"
 
 echo "== 4/4 $episodes unseen starts, with controls"
 "$opendm" eval metaworld --task "${tasks[@]}" --episodes "$episodes" --seed 50000 \

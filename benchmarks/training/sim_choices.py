@@ -2,22 +2,27 @@
 
     make bench-sim && python benchmarks/training/sim_choices.py [--output FOLDER]
 
-The runs of `make bench-sim` are the first rows; every other run is the same training with other
-flags. The rates of both optimizers are tuned alike: short runs of the first seed at the same rates
-around the preset's, and the rate of the least loss over the last sixth is used with all seeds.
-Averages are compared within the same runs: checkpoints have the trained weights beside them.
-Checkpoints are evaluated on unseen starts that are not those of `make bench-sim`, from the last one
-back to the first that misses the goal. Minutes are the steps' own time, as `metrics.jsonl` has it.
-What is there already is not run again.
+Runs of `make bench-sim` are used where a choice is the preset's; every other run is the same
+training with other flags. The rates of both optimizers are tuned alike: short runs of the first
+seed at the same rates around the preset's, and the rate of the least loss over the last sixth is
+used with all seeds, and with 1 draw. Averages are compared within the same runs: checkpoints have
+the trained weights beside them. Checkpoints are evaluated on unseen starts that are not those of
+`make bench-sim`, from the last one back to two in a row that miss the goal; steps to the goal are
+those of the earliest that reaches it. Minutes are these steps at the least median time a step that
+a choice had among its seeds, which other work on the machine disturbs least. What is there already
+is not run again: delete the folder after a change.
 """
 
 import argparse
 import json
+import math
 import shutil
+import statistics
 import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any, Final
 
@@ -59,20 +64,6 @@ class Choice:
         return output / f"{self.name.replace(' ', '_').replace(',', '')}_{seed}"
 
 
-@dataclass(frozen=True, slots=True)
-class Curve:
-    """Success of one run by optimizer steps, from the first good checkpoint's predecessor on."""
-
-    success: dict[int, float]
-    minutes_per_step: float
-
-    @property
-    def first_good(self) -> int | None:
-        """Steps of the first checkpoint from which on every one reaches the goal."""
-        good = [step for step, share in self.success.items() if share >= GOAL]
-        return min(good) if self.success[max(self.success)] >= GOAL else None
-
-
 def optimizer(name: str, rate: str) -> Choice:
     """One optimizer at one rate."""
     flags = ("--optimizer-config.optim", name, "--optimizer-config.base-lr", rate)
@@ -86,6 +77,9 @@ def train(choice: Choice, seed: int, output: Path, num_steps: int = NUM_STEPS) -
     """Checkpoints of a run, the last one first."""
     folder = choice.folder(output, seed)
     if not (folder / f"checkpoint-{num_steps}" / "manifest.json").is_file():
+        if folder.parent == BENCH:
+            sys.exit(f"{folder} has no checkpoint-{num_steps}; run `make bench-sim` first")
+        shutil.rmtree(folder, ignore_errors=True)
         start = output / f"start_{seed}"
         made = ["tiny-checkpoint", "--size", "sim", "--dataset-name", "metaworld"]
         call([OPENDM, *made, "--seed", str(seed), "--output", str(start)])
@@ -97,7 +91,7 @@ def train(choice: Choice, seed: int, output: Path, num_steps: int = NUM_STEPS) -
             "--trainer-config.num-train-steps", str(num_steps),
             "--trainer-config.save-steps", str(num_steps // NUM_CHECKPOINTS),
             "--trainer-config.per-device-train-batch-size", "8", "--trainer-config.no-fsdp1",
-            "--trainer-config.seed", str(seed), "--trainer-config.overwrite", *choice.flags,
+            "--trainer-config.seed", str(seed), *choice.flags,
         ])  # fmt: skip
     return sorted(folder.glob("checkpoint-*"), key=step_of, reverse=True)
 
@@ -107,15 +101,22 @@ def step_of(checkpoint: Path) -> int:
     return int(checkpoint.name.removeprefix("checkpoint-"))
 
 
-def trained_weights(checkpoint: Path) -> Path:
+def trained_weights(checkpoint: Path, output: Path) -> Path:
     """The same checkpoint with the weights that were trained in place of their average."""
-    copy = checkpoint.parent / "no_average" / checkpoint.name
+    copy = output / checkpoint.parent.name / checkpoint.name
     if not copy.is_dir():
-        shutil.copytree(checkpoint, copy, ignore=shutil.ignore_patterns("state", "manifest.json"))
-        weights = load_file(copy / "model.safetensors")
+        partial = copy.with_name(f"partial-{copy.name}")
+        shutil.rmtree(partial, ignore_errors=True)
+        unneeded = shutil.ignore_patterns("state", "manifest.json")
+        shutil.copytree(checkpoint, partial, ignore=unneeded)
+        averages = load_file(partial / "model.safetensors")
+        weights = dict(averages)
         for part in sorted((checkpoint / "state").glob("state-*.safetensors")):
-            weights |= whole_weights(part, weights)
-        save_file(weights, copy / "model.safetensors", metadata={"format": "pt"})
+            weights |= whole_weights(part, averages)
+        if all(torch.equal(weights[name], tensor) for name, tensor in averages.items()):
+            sys.exit(f"{checkpoint} has no weights that differ from its average")
+        save_file(weights, partial / "model.safetensors", metadata={"format": "pt"})
+        partial.rename(copy)
     return copy
 
 
@@ -134,9 +135,8 @@ def call(words: Sequence[str]) -> None:
     subprocess.run(words, cwd=REPOSITORY, check=True, stdout=sys.stderr)
 
 
-def success(checkpoint: Path) -> float:
+def success(checkpoint: Path, page: Path) -> float:
     """Share of the starts that a checkpoint solves."""
-    page = checkpoint.with_name(f"success-{step_of(checkpoint)}")
     result = page / "metaworld.json"
     if not result.is_file():
         call([
@@ -144,8 +144,7 @@ def success(checkpoint: Path) -> float:
             "--episodes", str(NUM_STARTS), "--seed", str(FIRST_START),
             "--checkpoint", str(checkpoint), "--output", str(page),
         ])  # fmt: skip
-    rates = json.loads(result.read_text(encoding="utf-8"))["tasks"][TASK]["by_step"]
-    (rate,) = rates.values()
+    rate = json.loads(result.read_text(encoding="utf-8"))["tasks"][TASK]["judged"]
     return float(rate["successes"] / rate["episodes"])
 
 
@@ -153,12 +152,22 @@ def tuned(name: str, output: Path) -> Choice:
     """An optimizer at the rate that is best in a short run."""
     losses = {}
     for choice in (optimizer(name, rate) for rate in RATES):
-        train(choice, SEEDS[0], output / "tuning", TUNING_STEPS)
-        records = metrics(choice.folder(output / "tuning", SEEDS[0]))
-        last = [record["loss"] for record in records[-TUNING_STEPS // 6 :]]
-        losses[choice] = sum(last) / len(last)
+        losses[choice] = last_loss(choice, output / "tuning")
         print(f"tuning: {choice.name}, {TUNING_STEPS} steps, loss {losses[choice]:.4f}", flush=True)
-    return min(losses, key=losses.__getitem__)
+    best = min(losses, key=losses.__getitem__)
+    if best in (optimizer(name, RATES[0]), optimizer(name, RATES[-1])):
+        print(f"tuning: {best.name} is at the edge of what was tried", flush=True)
+    return best
+
+
+def last_loss(choice: Choice, output: Path) -> float:
+    """Mean loss over the last sixth of a short run; infinite where it diverged."""
+    try:
+        train(choice, SEEDS[0], output, TUNING_STEPS)
+    except subprocess.CalledProcessError:
+        return math.inf
+    last = [r["loss"] for r in metrics(choice.folder(output, SEEDS[0]))[-TUNING_STEPS // 6 :]]
+    return math.inf if None in last else sum(last) / len(last)
 
 
 def metrics(folder: Path) -> list[dict[str, Any]]:
@@ -167,21 +176,30 @@ def metrics(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in lines]
 
 
-def measure(label: str, seed: int, folder: Path, checkpoints: Sequence[Path]) -> Curve:
-    """Evaluate back to the first checkpoint that misses the goal; print a line of the table."""
-    times = sorted(record["step_s"] for record in metrics(folder))
-    shares: dict[int, float] = {}
-    for checkpoint in checkpoints:
-        shares[step_of(checkpoint)] = share = success(checkpoint)
-        if share < GOAL:
-            break
-    curve = Curve(dict(sorted(shares.items())), times[len(times) // 2] / 60)
-    first = curve.first_good
-    reached = f"{first} | {first * curve.minutes_per_step:.1f}" if first else "not reached |"
-    seconds = curve.minutes_per_step * 60
-    by_step = ", ".join(f"{step}: {share:.0%}" for step, share in curve.success.items())
-    print(f"| {label} | {seed} | {reached} | {seconds:.3f} | {by_step} |", flush=True)
-    return curve
+def measure(label: str, runs: dict[int, Path], output: Path, times: Sequence[Path]) -> None:
+    """Evaluate runs by seed, and print a line of the table for each.
+
+    Args:
+        label: of the choice.
+        runs: folders of checkpoints by seed.
+        output: folder of the pages.
+        times: folders of the runs whose steps were timed.
+    """
+    medians = [statistics.median(r["step_s"] for r in metrics(folder)) for folder in times]
+    for seed, folder in runs.items():
+        shares: dict[int, float] = {}
+        for checkpoint in sorted(folder.glob("checkpoint-*"), key=step_of, reverse=True):
+            page = output / "pages" / label.replace(" ", "_") / str(seed) / checkpoint.name
+            shares[step_of(checkpoint)] = success(checkpoint, page)
+            if len(shares) > 1 and max(list(shares.values())[-2:]) < GOAL:
+                break
+        good = [step for step, share in shares.items() if share >= GOAL]
+        reached = "not reached | "
+        if good:
+            bound = "at most " if min(good) == min(shares) else ""
+            reached = f"{bound}{min(good)} | {bound}{min(good) * min(medians) / 60:.1f}"
+        by_step = ", ".join(f"{step}: {share:.0%}" for step, share in sorted(shares.items()))
+        print(f"| {label} | {seed} | {reached} | {min(medians):.3f} | {by_step} |", flush=True)
 
 
 def main() -> None:
@@ -196,19 +214,21 @@ def main() -> None:
     )
     print("|---|---|---|---|---|---|", flush=True)
 
-    def run(choice: Choice) -> None:
-        for seed in SEEDS:
-            checkpoints = train(choice, seed, output)
-            measure(choice.name, seed, choice.folder(output, seed), checkpoints)
+    def run(choice: Choice) -> list[list[Path]]:
+        checkpoints = [train(choice, seed, output) for seed in SEEDS]
+        folders = {seed: choice.folder(output, seed) for seed in SEEDS}
+        measure(choice.name, folders, output, list(folders.values()))
+        return checkpoints
 
-    run(best["adamw"])
-    for seed in SEEDS:
-        copies = [trained_weights(path) for path in train(best["adamw"], seed, output)]
-        label = f"{best['adamw'].name}, no average"
-        measure(label, seed, best["adamw"].folder(output, seed), copies)
+    adamw = best["adamw"]
+    copies = output / "no_average"
+    for path in chain.from_iterable(run(adamw)):
+        trained_weights(path, copies)
+    folders = [adamw.folder(output, seed) for seed in SEEDS]
+    raw = {seed: copies / folder.name for seed, folder in zip(SEEDS, folders, strict=True)}
+    measure(f"{adamw.name}, no average", raw, output, folders)
     run(best["muon_adamw"])
-    flags = (*best["adamw"].flags, "--model-config.num-noise-samples", "1")
-    run(Choice(f"{best['adamw'].name}, 1 draw", flags))
+    run(Choice(f"{adamw.name}, 1 draw", (*adamw.flags, "--model-config.num-noise-samples", "1")))
 
 
 if __name__ == "__main__":

@@ -29,11 +29,6 @@ MOST_SOLVED: Final = {
 }
 
 
-def solved(task: dict[str, Any]) -> dict[str, Any]:
-    """The rate of the checkpoint that is judged."""
-    return task["by_step"][max(task["by_step"], key=int)]
-
-
 def share(rate: dict[str, Any]) -> float:
     """Of the starts."""
     return rate["successes"] / rate["episodes"]
@@ -41,7 +36,7 @@ def share(rate: dict[str, Any]) -> float:
 
 def judge(task: dict[str, Any]) -> Iterator[tuple[str, str, bool]]:
     """Condition, result and whether it is as it must be."""
-    found = {"this policy": solved(task), **task["controls"]}
+    found = {"this policy": task["judged"], **task["controls"]}
     for name in ("this policy", *MOST_SOLVED):
         if name not in found:
             yield name, "not measured", False
@@ -54,16 +49,18 @@ def judge(task: dict[str, Any]) -> Iterator[tuple[str, str, bool]]:
 
 def judge_several(tasks: dict[str, dict[str, Any]]) -> Iterator[tuple[str, str, bool]]:
     """Condition, result and whether it is as it must be, of one policy for all."""
-    shares = {name: share(solved(task)) for name, task in tasks.items()}
+    shares = {name: share(task["judged"]) for name, task in tasks.items()}
     for name, found in shares.items():
         yield name, f"{found:.0%}", found >= LEAST_SOLVED_EACH
     mean = sum(shares.values()) / len(shares)
     yield "mean", f"{mean:.1%}", mean >= LEAST_SOLVED_MEAN
     for name in filter(lambda name: find_task(name).has_disc, tasks):
-        for control, rate in tasks[name]["controls"].items():
-            if control.startswith("told"):
-                found = share(rate)
-                yield f"{name}, {control}", f"{found:.0%}", found <= MOST_SOLVED_TOLD
+        controls = tasks[name]["controls"]
+        told = {control: share(rate) for control, rate in controls.items() if "told" in control}
+        if not told:
+            yield f"{name}, told another sentence", "not measured", False
+        for control, found in told.items():
+            yield f"{name}, {control}", f"{found:.0%}", found <= MOST_SOLVED_TOLD
 
 
 def main(paths: list[str]) -> int:

@@ -88,7 +88,7 @@ class DM05OptimizerConfig:
                 betas=betas,
                 eps=self.adam_epsilon,
                 weight_decay=self.weight_decay,
-                fused=True,  # as the Trainer's own default; a tenth of a small model's step on a CPU
+                fused=True,  # as the Trainer's own; a loop takes a tenth of a small model's step
             )
         return MuonAdamW(
             model,

@@ -21,9 +21,24 @@ from opendm.eval.metaworld.demonstrations import (
     stretched,
 )
 from opendm.eval.metaworld.environment import absolute_action, relative_command
-from opendm.eval.metaworld.evaluate import Plan, other_sentence, training_steps
+from opendm.eval.metaworld.evaluate import (
+    Plan,
+    check_distinct_steps,
+    evaluate_metaworld,
+    evaluate_task,
+    other_sentence,
+    training_steps,
+    write_figures,
+)
 from opendm.eval.metaworld.page import TaskResult, gif_bytes, render_page
-from opendm.eval.metaworld.rollout import Pictures, Rules, View, run_episodes, success_rate
+from opendm.eval.metaworld.rollout import (
+    Outcome,
+    Pictures,
+    Rules,
+    View,
+    run_episodes,
+    success_rate,
+)
 from opendm.eval.metaworld.statistics import Z_95, Rate
 from opendm.eval.metaworld.tasks import TASKS, find_task
 from opendm.infer.layout import PolicyLayout
@@ -102,6 +117,10 @@ def test_a_seed_of_training_is_refused(demonstrations):
     assert "none of the 2" in check_unseen(range(50_008, 50_100), demonstrations)
     with pytest.raises(ConfigError, match="seed 50007 was used for a demonstration"):
         check_unseen(range(50_000, 50_100), demonstrations)
+    for broken in ("{", "[1]", '{"a_00": null}'):
+        (demonstrations.parent / "seeds.json").write_text(broken)
+        with pytest.raises(DataError, match=r"seeds\.json is no file of the collector"):
+            check_unseen(range(50_000, 50_100), demonstrations)
 
 
 class Line:
@@ -204,12 +223,19 @@ def test_a_blind_motion_goes_on_where_it_was_and_holds_its_end():
         ({"image_keys": ["head", "wrist"]}, r"sees cameras \['head', 'wrist'\]"),
         ({"action_dim": 7}, "has 7 action dimensions; the simulator takes 4"),
         ({"state_desc": ["joint"] * 7}, "reads 7 state dimensions"),
+        ({"is_history": True}, "reads earlier pictures; the simulator shows none"),
     ],
 )
 def test_a_checkpoint_of_another_robot_is_refused(changes, said):
     check_fits(LAYOUT, "policy")
     with pytest.raises(CheckpointError, match=said):
         check_fits(dataclasses.replace(LAYOUT, **changes), "policy")
+
+
+def test_no_more_actions_are_executed_than_a_chunk_has():
+    check_fits(LAYOUT, "policy", 16)
+    with pytest.raises(ConfigError, match=r"--actions-per-query 17 .* allowed: 1 to 16"):
+        check_fits(LAYOUT, "policy", 17)
 
 
 @pytest.mark.parametrize(
@@ -238,6 +264,7 @@ def test_the_foreign_sentence_is_of_the_same_scene():
 def test_tasks_that_look_alike_differ_in_their_sentences_only():
     alike = [task for name, task in TASKS.items() if name.startswith("alike-")]
     assert len({task.sentence for task in alike}) == len(alike) == 3
+    assert all(task.has_disc and task.goal_radius_m is None for task in alike)
     ranges = [np.delete(np.array(task.start_range), 5, axis=1) for task in alike]  # not the height
     assert all(np.array_equal(ranges[0], other) for other in ranges)
 
@@ -249,11 +276,60 @@ def test_training_steps_are_read_from_name_or_run(tmp_path):
     assert training_steps(tmp_path) == 1200
 
 
+def test_checkpoints_of_equal_steps_are_refused(tmp_path):
+    check_distinct_steps([tmp_path / "checkpoint-3", tmp_path / "checkpoint-4"])
+    with pytest.raises(ConfigError, match="both have 3 training steps"):
+        check_distinct_steps([tmp_path / "a/checkpoint-3", tmp_path / "b/checkpoint-3"])
+    with pytest.raises(ConfigError, match="both have an unknown number of steps"):
+        check_distinct_steps([tmp_path / "a", tmp_path / "b"])
+
+
+def test_controls_are_those_of_the_last_checkpoint_whatever_its_steps(tmp_path):
+    """Paths in the order of a shell: checkpoint-1200 comes before checkpoint-600."""
+    late, judged, start = tmp_path / "checkpoint-1200", tmp_path / "checkpoint-600", tmp_path / "0"
+    start.mkdir()
+    (start / "config.json").write_text("{}")
+    demonstrations = tmp_path / "train"
+    demonstrations.mkdir()
+    plan = Plan(checkpoints=[late, judged], tasks=["door-open-v3"], num_episodes=4, untrained=start)
+    solved = {late: 4, judged: 3, start: 1}
+    said = []
+
+    def play(_task, condition, seeds):
+        count = solved[condition.checkpoint] if condition.pictures is Pictures.LIVE else 0
+        return lambda: [Outcome(seed, i < count, 9) for i, seed in enumerate(seeds)]
+
+    result = evaluate_task(plan, "door-open-v3", demonstrations, play, said.append)
+    assert result.trained == Rate(3, 4)
+    assert result.by_step == {1200: Rate(4, 4), 600: Rate(3, 4)}
+    assert result.controls == {
+        "untrained": Rate(1, 4),
+        "blank images": Rate(0, 4),
+        "frozen images of another start": Rate(0, 4),
+    }
+    assert any("no blind control" in line and "--demonstrations" in line for line in said)
+    write_figures(tmp_path / "figures.json", [result], {})
+    figures = json.loads((tmp_path / "figures.json").read_text())["tasks"]["door-open-v3"]
+    assert figures["judged"]["successes"] == 3
+
+
+@pytest.mark.parametrize("flag", ["untrained", "demonstrations"])
+def test_a_path_that_is_not_there_is_found_before_anything_is_played(flag, tmp_path):
+    LAYOUT.save(tmp_path)
+    (tmp_path / "train").mkdir()
+    paths = {"untrained": tmp_path / "none", "demonstrations": tmp_path / "train"}
+    paths[flag] = tmp_path / "none"
+    plan = Plan(checkpoints=[tmp_path], tasks=["reach-v3"], **paths)
+    with pytest.raises(ConfigError, match=f"--{flag} .*none"):
+        evaluate_metaworld(plan, tmp_path)
+
+
 def test_the_page_shows_every_rate_and_loads_nothing():
     frames = [np.full((8, 8, 3), shade, np.uint8) for shade in (0, 120, 240)]
     result = TaskResult(
         "door-open-v3",
         "Open <it>",
+        Rate(7, 8),
         {350: Rate(1, 8), 700: Rate(7, 8)},
         {"blank": Rate(0, 8)},
         frames,
@@ -277,6 +353,11 @@ def test_a_missing_library_names_its_package(gl, package, monkeypatch):
         environment.prepare_simulator(gl)
 
 
+def test_another_backend_of_opengl_is_refused():
+    with pytest.raises(ConfigError, match=r"'glfw' \(--gl or MUJOCO_GL\); allowed: osmesa, egl"):
+        environment.prepare_simulator("glfw")
+
+
 def test_a_missing_simulator_names_the_extra(monkeypatch):
     def missing(name):
         raise ModuleNotFoundError(f"No module named {name!r}")
@@ -296,3 +377,19 @@ def test_numbers_of_episodes_are_one_for_all_tasks_or_one_for_each(tmp_path, cap
     assert collector["main"](["--output", str(output), *tasks, *counts]) == 2
     assert "2 numbers for 3 tasks" in capsys.readouterr().err
     assert not output.exists()
+
+
+def test_the_same_recording_is_kept_and_an_interrupted_one_is_not(tmp_path, capsys):
+    collector = runpy.run_path(str(REPOSITORY / "playground/collect_metaworld.py"))
+    words = ["--output", str(tmp_path), "--tasks", "alike-push-v3", "--keep"]
+    options = collector["parse_options"](words)
+    wanted = collector["recording"](options, {"alike-push-v3": 10})
+    assert not collector["has_recording"](tmp_path, wanted)
+    for name in ("recording.json", "seeds.json"):
+        (tmp_path / name).write_text(json.dumps(wanted))
+    assert collector["main"](words) == 0  # and needs no simulator
+    assert "has this recording already" in capsys.readouterr().out
+    for other in ({"alike-push-v3": 11}, {"alike-reach-v3": 10}):
+        assert not collector["has_recording"](tmp_path, collector["recording"](options, other))
+    collector["clear_output"](tmp_path, overwrite=True)
+    assert not any(tmp_path.iterdir())

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from opendm.errors import CheckpointError
+from opendm.errors import CheckpointError, ConfigError
 from opendm.eval.metaworld.environment import CAMERAS, STATE_SIZE, Vector
 from opendm.eval.metaworld.rollout import Pictures, View
 from opendm.infer.layout import PolicyLayout
@@ -64,17 +64,27 @@ class Condition:
     """A checkpoint whose layout and statistics count, where ``checkpoint`` has none yet."""
 
 
-def check_fits(layout: PolicyLayout, source: str) -> None:
+def check_fits(layout: PolicyLayout, source: str, actions_per_query: int = 1) -> None:
     """Check that a policy was trained on what the collector records.
 
     Raises:
-        CheckpointError: its cameras or dimensions are others.
+        CheckpointError: its cameras or dimensions are others, or it wants earlier pictures.
+        ConfigError: more actions are to be executed than it gives.
     """
+    if actions_per_query > layout.chunk_size:
+        raise ConfigError(
+            f"--actions-per-query {actions_per_query} is more than the chunk of {source} has; "
+            f"allowed: 1 to {layout.chunk_size}"
+        )
     advice = "train it on demonstrations of playground/collect_metaworld.py"
     if tuple(layout.image_keys) != IMAGE_KEYS:
         raise CheckpointError(
             f"{source} sees cameras {layout.image_keys}; the simulator shows {list(IMAGE_KEYS)} "
             f"({', '.join(CAMERAS)}); {advice}"
+        )
+    if layout.is_history:
+        raise CheckpointError(
+            f"{source} reads earlier pictures; the simulator shows none; {advice}"
         )
     if layout.action_dim != STATE_SIZE:
         raise CheckpointError(

@@ -51,11 +51,15 @@ def check_unseen(seeds: range, folder: Path) -> str:
 
     Raises:
         ConfigError: a seed was used for a demonstration.
+        DataError: the file of seeds cannot be read.
     """
     path = folder.parent / SEEDS_FILE
     if not path.is_file():
         return f"not checked: the demonstrations have no {SEEDS_FILE}"
-    used = json.loads(path.read_text(encoding="utf-8"))
+    try:
+        used = {str(name): int(seed) for name, seed in json.loads(path.read_text("utf-8")).items()}
+    except (ValueError, TypeError, AttributeError) as error:
+        raise DataError(f"{path} is no file of the collector: {error}") from None
     clash = sorted({seed for seed in used.values() if seed in seeds})
     if clash:
         raise ConfigError(

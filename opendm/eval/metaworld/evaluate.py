@@ -87,8 +87,10 @@ def evaluate_metaworld(plan: Plan, output: Path, show: Show = print) -> list[Tas
     plan.validate()
     judged = plan.checkpoints[-1]
     for path in plan.checkpoints:
-        check_fits(PolicyLayout.load(path), str(path))
-    folder = plan.demonstrations or _demonstrations_of(judged)
+        check_fits(PolicyLayout.load(path), str(path), plan.actions_per_query)
+    check_distinct_steps(plan.checkpoints)
+    folder = _demonstrations(plan)
+    _untrained(plan)  # a wrong path is better found before the judged policy has played
     seen = check_unseen(plan.seeds, folder)
     prepare_simulator(plan.gl)
     settings = StageSettings(
@@ -99,7 +101,7 @@ def evaluate_metaworld(plan: Plan, output: Path, show: Show = print) -> list[Tas
         demonstrations=folder,
     )
     with open_stages(settings, plan.num_processes) as play:
-        results = [_evaluate_task(plan, name, folder, play, show) for name in plan.tasks]
+        results = [evaluate_task(plan, name, folder, play, show) for name in plan.tasks]
     facts = _facts(plan, seen)
     write_page(output / "metaworld.html", f"Meta-World: {judged}", results, facts)
     write_figures(output / "metaworld.json", results, facts)
@@ -107,14 +109,14 @@ def evaluate_metaworld(plan: Plan, output: Path, show: Show = print) -> list[Tas
     return results
 
 
-def _evaluate_task(
+def evaluate_task(
     plan: Plan, name: str, demonstrations: Path, play: Play, show: Show
 ) -> TaskResult:
     """Success of every checkpoint in a task, and of the controls."""
     start = time.perf_counter()
     played = [
         (condition, play(name, condition, plan.seeds))
-        for condition in (*_progress(plan, name), *_controls(plan, name, demonstrations))
+        for condition in (*_progress(plan, name), *_controls(plan, name, demonstrations, show))
     ]
     rates: list[Rate] = []
     outcomes: list[list[Outcome]] = []
@@ -127,6 +129,7 @@ def _evaluate_task(
     return TaskResult(
         name,
         find_task(name).sentence,
+        rates[num_checkpoints - 1],
         dict(zip(map(training_steps, plan.checkpoints), rates, strict=False)),
         {
             condition.name: rate
@@ -143,7 +146,7 @@ def _progress(plan: Plan, name: str) -> list[Condition]:
     return [Condition(str(path), path, sentence) for path in plan.checkpoints]
 
 
-def _controls(plan: Plan, name: str, demonstrations: Path) -> list[Condition]:
+def _controls(plan: Plan, name: str, demonstrations: Path, show: Show) -> list[Condition]:
     """What the judged policy is compared with in a task."""
     if not plan.use_controls:
         return []
@@ -154,6 +157,11 @@ def _controls(plan: Plan, name: str, demonstrations: Path) -> list[Condition]:
     if recorded_actions(demonstrations, sentence):
         blind = Condition("blind mean demonstration", None, sentence, Pictures.BLANK)
         found.append(blind)
+    else:
+        show(
+            f"{name}: no blind control, as {demonstrations} has no episode of “{sentence}”; "
+            "--demonstrations names another folder"
+        )
     found += [
         Condition("blank images", judged, sentence, Pictures.BLANK),
         Condition("frozen images of another start", judged, sentence, Pictures.FROZEN),
@@ -175,18 +183,52 @@ def other_sentence(name: str, tasks: Sequence[str]) -> str | None:
 def _untrained(plan: Plan) -> Path | None:
     """The checkpoint that training started from, if it is still there."""
     if plan.untrained is not None:
+        if not (plan.untrained / "config.json").is_file():
+            raise ConfigError(
+                f"--untrained {plan.untrained} is no checkpoint: no config.json in it"
+            )
         return plan.untrained
     settings = read_run(plan.checkpoints[-1])[1]
     folder = Path(settings.get("config.model_config.model_name_or_path", ""))
     return folder if (folder / "config.json").is_file() else None
 
 
-def _demonstrations_of(checkpoint: Path) -> Path:
-    """The folder of episodes that a checkpoint was trained on, by its record and its layout."""
+def _demonstrations(plan: Plan) -> Path:
+    """The folder of episodes: the given one, or the judged checkpoint's by record and layout."""
+    if plan.demonstrations is not None:
+        if not plan.demonstrations.is_dir():
+            raise ConfigError(f"--demonstrations {plan.demonstrations} is no folder")
+        return plan.demonstrations
+    checkpoint = plan.checkpoints[-1]
     given = read_run(checkpoint)[1].get("config.data_config.jsonl_dir", "null")
     if given != "null":
         return Path(given)
-    return Path(dataset_fields(PolicyLayout.load(checkpoint).dataset_name)["jsonl_dir"])
+    name = PolicyLayout.load(checkpoint).dataset_name
+    try:
+        return Path(dataset_fields(name)["jsonl_dir"])
+    except ConfigError as error:
+        raise ConfigError(
+            f"{checkpoint} was trained on dataset {name!r}, which is not known here; give the "
+            f"folder of its training episodes as --demonstrations ({error})"
+        ) from None
+
+
+def check_distinct_steps(checkpoints: Sequence[Path]) -> None:
+    """Check that success can be shown by training steps.
+
+    Raises:
+        ConfigError: two checkpoints have the same number, or neither says it.
+    """
+    found: dict[int, Path] = {}
+    for path in checkpoints:
+        steps = training_steps(path)
+        if steps in found:
+            known = f"{steps} training steps" if steps >= 0 else "an unknown number of steps"
+            raise ConfigError(
+                f"--checkpoint {found[steps]} and {path} both have {known}; evaluate them in two "
+                "calls with --output of their own"
+            )
+        found[steps] = path
 
 
 def training_steps(checkpoint: Path) -> int:
@@ -222,6 +264,7 @@ def write_figures(path: Path, results: Sequence[TaskResult], settings: Mapping[s
 
     tasks = {
         result.name: {
+            "judged": figures(result.trained),
             "by_step": {str(step): figures(rate) for step, rate in result.by_step.items()},
             "controls": {name: figures(rate) for name, rate in result.controls.items()},
             "seconds": round(result.seconds, 1),

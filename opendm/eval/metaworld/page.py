@@ -16,7 +16,7 @@ from opendm.eval.metaworld.statistics import Rate
 from opendm.eval.report import STYLE
 
 FRAME_MS: Final = 100
-"""Eight control steps of 12.5 ms: as fast as life."""
+"""Of a query: eight control steps of 12.5 ms, unless others are executed."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -25,17 +25,14 @@ class TaskResult:
 
     name: str
     sentence: str
+    trained: Rate
+    """Of the checkpoint that is judged."""
     by_step: dict[int, Rate]
     """Success of each checkpoint by its training steps; -1 where they are unknown."""
     controls: dict[str, Rate]
     frames: list[Pixels] = field(default_factory=list)
-    """An episode of the last checkpoint."""
+    """An episode of the checkpoint that is judged."""
     seconds: float = 0.0
-
-    @property
-    def trained(self) -> Rate:
-        """Of the last checkpoint."""
-        return self.by_step[max(self.by_step)]
 
 
 def gif_bytes(frames: Sequence[Pixels]) -> bytes:
