@@ -70,11 +70,11 @@ class MetaWorldTrainerConfig(DM05TrainerConfig):
 
     output_dir: str = "user_checkpoints/dm05_metaworld"
     """Folder of checkpoints, metrics and the final weights."""
-    num_train_steps: int = 2400
+    num_train_steps: int = 1800
     """Optimizer steps of the run."""
     per_device_train_batch_size: int = 16
     """Samples per process and micro-step."""
-    save_steps: int = 600
+    save_steps: int = 450
     """Optimizer steps between two checkpoints."""
     logging_steps: int = 50
     """Optimizer steps between two lines on the console."""

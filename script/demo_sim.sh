@@ -10,7 +10,7 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 case "${SIM_SET:-one}" in
   one)
-    dataset=metaworld start=sim output=demo_sim steps=2400 episodes=100 counts=(100)
+    dataset=metaworld start=sim output=demo_sim steps=1800 episodes=100 counts=(100)
     tasks=(button-press-topdown-v3)
     ;;
   five)

@@ -41,7 +41,7 @@ TASK: Final = "button-press-topdown-v3"
 SEEDS: Final = (1, 2, 3)
 RATES: Final = ("5e-4", "1e-3", "2e-3")
 TUNING_STEPS: Final = 600
-NUM_STEPS: Final = 2400
+NUM_STEPS: Final = 1800
 BENCH: Final = REPOSITORY / "user_checkpoints" / "bench_sim"
 """Runs of the preset's own choice: AdamW at 1e-3, 4 draws, averaged."""
 FIRST_START: Final = 80_000
