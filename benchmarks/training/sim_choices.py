@@ -4,13 +4,14 @@
 
 Runs of `make bench-sim` are used where a choice is the preset's; every other run is the same
 training with other flags. The rates of both optimizers are tuned alike: short runs of the first
-seed at the same rates around the preset's, and the rate of the least loss over the last sixth is
-used with all seeds, and with 1 draw. Averages are compared within the same runs: checkpoints have
-the trained weights beside them. Checkpoints are evaluated on unseen starts that are not those of
-`make bench-sim`, from the last one back to two in a row that miss the goal; steps to the goal are
-those of the earliest that reaches it. Minutes are these steps at the least median time a step that
-a choice had among its seeds, which other work on the machine disturbs least. What is there already
-is not run again: delete the folder after a change.
+seed at the same rates around the preset's, and at twice or half of them while the best is at the
+edge; the rate of the least loss over the last sixth is used with all seeds, and with 1 draw.
+Averages are compared within the same runs: checkpoints have the trained weights beside them.
+Checkpoints are evaluated on unseen starts that are not those of `make bench-sim`, from the last one
+back to two in a row that miss the goal; steps to the goal are those of the earliest that reaches
+it. Minutes are these steps at the least median time a step that a choice had among its seeds, which
+other work on the machine disturbs least. What is there already is not run again: delete the folder
+after a change.
 """
 
 import argparse
@@ -39,7 +40,7 @@ REPOSITORY: Final = Path(__file__).parents[2]
 OPENDM: Final = str(Path(sys.executable).parent / "opendm")
 TASK: Final = "button-press-topdown-v3"
 SEEDS: Final = (1, 2, 3)
-RATES: Final = ("5e-4", "1e-3", "2e-3")
+RATES: Final = (5e-4, 1e-3, 2e-3)
 TUNING_STEPS: Final = 600
 NUM_STEPS: Final = 1800
 BENCH: Final = REPOSITORY / "user_checkpoints" / "bench_sim"
@@ -64,13 +65,13 @@ class Choice:
         return output / f"{self.name.replace(' ', '_').replace(',', '')}_{seed}"
 
 
-def optimizer(name: str, rate: str) -> Choice:
+def optimizer(name: str, rate: float) -> Choice:
     """One optimizer at one rate."""
-    flags = ("--optimizer-config.optim", name, "--optimizer-config.base-lr", rate)
-    return Choice(f"{name} {rate}", flags)
+    flags = ("--optimizer-config.optim", name, "--optimizer-config.base-lr", f"{rate:g}")
+    return Choice(f"{name} {rate:g}", flags)
 
 
-PRESET: Final = optimizer("adamw", "1e-3")
+PRESET: Final = optimizer("adamw", 1e-3)
 
 
 def train(choice: Choice, seed: int, output: Path, num_steps: int = NUM_STEPS) -> list[Path]:
@@ -150,14 +151,17 @@ def success(checkpoint: Path, page: Path) -> float:
 
 def tuned(name: str, output: Path) -> Choice:
     """An optimizer at the rate that is best in a short run."""
-    losses = {}
-    for choice in (optimizer(name, rate) for rate in RATES):
-        losses[choice] = last_loss(choice, output / "tuning")
-        print(f"tuning: {choice.name}, {TUNING_STEPS} steps, loss {losses[choice]:.4f}", flush=True)
-    best = min(losses, key=losses.__getitem__)
-    if best in (optimizer(name, RATES[0]), optimizer(name, RATES[-1])):
-        print(f"tuning: {best.name} is at the edge of what was tried", flush=True)
-    return best
+    losses: dict[float, float] = {}
+    rates = list(RATES)
+    while rates:
+        rate = rates.pop(0)
+        choice = optimizer(name, rate)
+        losses[rate] = last_loss(choice, output / "tuning")
+        print(f"tuning: {choice.name}, {TUNING_STEPS} steps, loss {losses[rate]:.4f}", flush=True)
+        best = min(losses, key=losses.__getitem__)
+        if not rates and best in (min(losses), max(losses)):
+            rates = [best * 2 if best == max(losses) else best / 2]
+    return optimizer(name, best)
 
 
 def last_loss(choice: Choice, output: Path) -> float:
