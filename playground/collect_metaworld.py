@@ -14,7 +14,8 @@ effector as it is now.
 
 **Start.** Everything follows from the episode's seed: the object or goal position is uniform over
 the task's range (Meta-World's own, or that of `tasks.py`), and the hand start is jittered by
-up to 3 cm on each axis inside the workspace. Training seeds count up from `--seed`, held-out seeds
+up to 3 cm on each axis inside the workspace; where `tasks.py` has a range for the hand, two of four
+seeds start anywhere in it. Training seeds count up from `--seed`, held-out seeds
 from `--seed` + 20000, and `seeds.json` has each episode's, so that an evaluation can avoid them.
 What was recorded is in `recording.json`, written last; `--keep` leaves the same recording alone.
 
@@ -105,7 +106,7 @@ class Recorder:
         rng = np.random.default_rng((seed, 1))
         noise = held_noise(rng, self.max_steps, task.command_noise * (seed % 2))
         calm = 1.0 if task.holding_noise is None else task.holding_noise / task.command_noise
-        observation = self.world.reset(seed)
+        observation = self.world.reset(seed, task.hand_range if seed % 4 > 1 else None)
         frames: list[Frame] = []
         steps_left: int | None = None
         for step in range(self.max_steps):

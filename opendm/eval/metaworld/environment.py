@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from opendm.errors import ConfigError
-from opendm.eval.metaworld.tasks import Task, find_task
+from opendm.eval.metaworld.tasks import Range, Task, find_task
 from opendm.runtime import choose_opengl
 
 if TYPE_CHECKING:
@@ -127,8 +127,10 @@ class World:
         renderer.close()
         self.env.close()
 
-    def reset(self, seed: int) -> Vector:
+    def reset(self, seed: int, hand_range: Range | None = None) -> Vector:
         """Start an episode; everything in it follows from ``seed``. The observation, ``[39]``.
+
+        The hand starts near where Meta-World has it, or anywhere in ``hand_range``.
 
         Meta-World moves objects and goal markers in the model without recomputing the scene, so
         that right after its reset both the observation and the picture show where they were.
@@ -136,8 +138,12 @@ class World:
         import mujoco
 
         env = self.env
-        jitter = np.random.default_rng(seed).uniform(-HAND_JITTER_M, HAND_JITTER_M, size=3)
-        env.hand_init_pos = np.clip(self.hand_start + jitter, env.mocap_low, env.mocap_high)
+        rng = np.random.default_rng(seed)
+        if hand_range is None:
+            hand = self.hand_start + rng.uniform(-HAND_JITTER_M, HAND_JITTER_M, size=3)
+        else:
+            hand = rng.uniform(*hand_range)
+        env.hand_init_pos = np.clip(hand, env.mocap_low, env.mocap_high)
         env.seed(seed)
         env.reset()
         for site, position in env._target_site_config:  # noqa: SLF001

@@ -24,6 +24,8 @@ class Task:
     """Standard deviation of what disturbs the recorded expert, in units of a full command."""
     holding_noise: float | None = None
     """The same once the gripper is told to close; None keeps `command_noise`."""
+    hand_range: Range | None = None
+    """Where the hand of half the recorded episodes starts; evaluations start as the others do."""
     start_range: Range | None = None
     """Object position, and goal position where Meta-World draws one; None keeps its own range."""
     goal_radius_m: float | None = None
@@ -37,6 +39,9 @@ def _on_the_table(goal_height_m: float) -> Range:
     low, high = (-0.1, 0.6, 0.0194), (0.1, 0.7, 0.0194)
     return (*low, -0.1, 0.8, goal_height_m), (*high, 0.1, 0.9, goal_height_m)
 
+
+_OVER_THE_TABLE: Final[Range] = (-0.15, 0.5, 0.1), (0.15, 0.9, 0.25)
+"""A policy whose hand was never recorded beside its goal takes wherever it comes to rest for it."""
 
 TASKS: Final[dict[str, Task]] = {
     "button-press-topdown-v3": Task(
@@ -63,6 +68,7 @@ TASKS: Final[dict[str, Task]] = {
         "Hold the gripper above the disc",
         "reach-v3",
         8,
+        hand_range=_OVER_THE_TABLE,
         start_range=_on_the_table(0.15),
         has_disc=True,
     ),
@@ -71,6 +77,7 @@ TASKS: Final[dict[str, Task]] = {
         "push-v3",
         8,
         holding_noise=0.1,
+        hand_range=_OVER_THE_TABLE,
         start_range=_on_the_table(0.02),
         has_disc=True,
     ),
@@ -79,6 +86,7 @@ TASKS: Final[dict[str, Task]] = {
         "pick-place-v3",
         8,
         holding_noise=0.1,
+        hand_range=_OVER_THE_TABLE,
         start_range=_on_the_table(0.15),
         has_disc=True,
     ),
