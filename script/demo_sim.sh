@@ -14,8 +14,8 @@ case "${SIM_SET:-one}" in
     tasks=(button-press-topdown-v3)
     ;;
   five)
-    dataset=metaworld_five start=sim-five output=demo_sim_five steps=12000 episodes=50
-    counts=(100 60 100 160 160)
+    dataset=metaworld_five start=sim-five output=demo_sim_five steps=16000 episodes=50
+    counts=(100 60 120 120 120)
     tasks=(button-press-topdown-v3 drawer-open-v3 alike-reach-v3 alike-push-v3 alike-pick-place-v3)
     ;;
   *)
