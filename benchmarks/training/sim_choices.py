@@ -159,6 +159,8 @@ def tuned(name: str, output: Path) -> Choice:
         losses[rate] = last_loss(choice, output / "tuning")
         print(f"tuning: {choice.name}, {TUNING_STEPS} steps, loss {losses[rate]:.4f}", flush=True)
         best = min(losses, key=losses.__getitem__)
+        if not rates and math.isinf(losses[best]):
+            sys.exit(f"no run of {name} reached {TUNING_STEPS} steps; its log says why")
         if not rates and best in (min(losses), max(losses)):
             rates = [best * 2 if best == max(losses) else best / 2]
     return optimizer(name, best)
